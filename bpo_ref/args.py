@@ -39,6 +39,8 @@ Credit = Literal["paper", "sibling", "tree", "group", "gigpo", "gae", "mc"]
 Baseline = Literal["none", "turn", "key", "value", "pooled", "critic"]
 Network = Literal["none", "lookahead", "baseline", "both"]
 KEYED = ("key", "value", "pooled")  # baselines
+BY_ENTROPY = ("entropy", "entropy-online", "lowest")
+"""Schedules that need the entropy of a decision as soon as it is sampled."""
 
 
 @dataclass(frozen=True)
@@ -143,6 +145,11 @@ class Args:
     server_tolerance: float | None = None
     """Largest mean difference, in nats, of the log-probabilities of a server and of the trainer after each update.
     Default: 0.001 with float32, 0.05 with bfloat16."""
+    server_sends: Literal["weights", "adapters"] = "weights"
+    """Kind of the update that servers get: all weights; or the adapters of ``lora_r`` alone, to servers that were
+    started with the weights below them."""
+    server_sleeps: bool = False
+    """Have the servers free the memory of their GPUs while the policy learns: for servers on the trainer's GPUs."""
     server_weights: str | None = None
     """Folder for the weights, which the servers see under the same path. Default: ``served`` in ``out``."""
     threads: int = 1
@@ -205,6 +212,10 @@ class Args:
     many as ``prompts`` can be split into."""
     micro_tokens: int = 16384
     """Maximum tokens per forward and backward pass; gradients of larger batches are accumulated."""
+    long_rows: Literal["split", "whole", "refuse"] = "split"
+    """Rows longer than ``micro_tokens``: ``split`` computes a packed tree of them in parts of so many tokens, with the
+    same gradient (`learning/parts.py`); ``whole`` each row in one pass, as always with ``pack=flat`` and with weights
+    sharded over processes; ``refuse`` refuses a ``context`` that allows them."""
     pack: Literal["tree", "flat"] = "tree"
     """``tree``: prefixes that paths share are computed once; ``flat``: every path is a padded row of its own."""
 
@@ -317,6 +328,12 @@ class Args:
     tis: float = 0.0
     """C of truncated importance sampling: the loss of a token is multiplied by min(π_old / π_sampler, C), with π_old
     computed by the trainer and π_sampler reported by the backend (0: off). Has no effect where the two are equal."""
+    tis_level: Literal["token", "episode"] = "token"
+    """Probabilities that ``tis`` corrects: of a token given what came before it; or of episodes, whose return then
+    counts by the ratios of all actions, each capped at C. ``episode`` needs credit ``tree``."""
+    staleness: int = 0
+    """1: sample the next update's rollouts while this one is learned, with the weights before it. Needs ``tis``. Only
+    ``vllm`` samples at the same time; other backends do one after the other, with the same result."""
     mask_truncated: bool = False
     """Mask from the loss answers that ``max_new_tokens`` cut, and actions after which every episode was cut by the
     context or the turn limit. Advantages and baselines still use them."""
@@ -499,6 +516,22 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
     refuse(0 < args.tis < 1, "tis", f"a cap below 1 would scale what was sampled as it should be, found {args.tis}")
     level = f"corrects tokens, so it goes with ratio=token, found {args.ratio}"
     refuse(args.tis > 0 and args.ratio != "token", "tis", level)
+    whole = "episode goes with tis and credit=tree without lookahead"
+    partly = not args.tis or args.credit != "tree" or args.lookahead
+    found = f"{whole}, found tis={args.tis}, credit={args.credit}, lookahead={args.lookahead}"
+    refuse(args.tis_level == "episode" and partly, "tis_level", found)
+    stale = "an earlier policy samples, "
+    refuse(
+        args.staleness > 0 and not args.tis, "staleness", f"{stale}so the loss must be corrected; set tis, to 2, say"
+    )
+    for found, wrong in {
+        "lookahead": args.lookahead,  # measures probabilities of what was not sampled, which must be the sampler's
+        "schedule=value-oracle": args.schedule == "value-oracle",  # plays more rollouts, of the present policy
+        f"backend=vllm and schedule={args.schedule}": args.backend == "vllm" and args.schedule in BY_ENTROPY,
+        "server_sleeps": args.server_sleeps,
+        "server_sends=adapters": args.server_sends == "adapters",  # a server is compared with whole weights later
+    }.items():
+        refuse(args.staleness > 0 and wrong, "staleness", f"{stale}while the weights change; does not go with {found}")
     refuse(0 < args.dynamic_sampling < 1, "dynamic_sampling", f"expected 1 or more, found {args.dynamic_sampling}")
     refuse(
         args.dynamic_sampling > 0 and roots == 1 and not forks,
@@ -529,7 +562,7 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("entropy_skip", "threads", "sft_noise", "sft_observation_weight", "warmup", "weight_decay"), 0),
     **dict.fromkeys(("spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
     **dict.fromkeys(("invalid_penalty", "value_weight", "value_clip", "clip_low", "clip_high", "kl", "roulette"), 0),
-    **dict.fromkeys(("env_workers", "env_timeout", "server_retries"), 0),
+    **dict.fromkeys(("env_workers", "env_timeout", "server_retries", "staleness"), 0),
     **dict.fromkeys(("width", "points", "tis", "dynamic_sampling", "omega", "omega_gamma"), 0),
     **dict.fromkeys(("lookahead_least", "updates", "sft_steps", "budget", "mc_turns", "subsample_returns"), 0),
     **dict.fromkeys(("lora_alpha", "context", "max_new_tokens", "sft_episodes", "sft_batch", "micro_tokens"), 1),
@@ -537,7 +570,9 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("max_live", "eval_episodes", "eval_every", "save_every"), 1),
 }
 """Minimum of a setting."""
-MOST: dict[str, float] = dict.fromkeys(("sft_noise", "value_decay", "lam", "gae_lam", "gamma", "omega_gamma"), 1)
+MOST: dict[str, float] = dict.fromkeys(
+    ("sft_noise", "value_decay", "lam", "gae_lam", "gamma", "omega_gamma", "staleness"), 1
+)
 """Maximum of a setting."""
 POSITIVE = (
     "lr", "sft_lr", "value_lr", "max_grad_norm", "gamma", "temperature", "eval_temperature", "process_timeout",
@@ -575,6 +610,11 @@ def check_ranges(args: Args) -> None:
     for name in ("env_workers", "env_timeout"):
         if args.envs == "local" and getattr(args, name):
             raise ConfigError(f"{name}: environments of this process have no workers; set envs to process or ray")
+    if args.long_rows == "refuse" and args.context > args.micro_tokens:
+        raise ConfigError(
+            f"long_rows: rows of up to {args.context} tokens (context) may be needed, and {args.micro_tokens} are "
+            "available (micro_tokens): set long_rows to split, raise micro_tokens or lower context"
+        )
     if (args.backend == "vllm") != bool(args.server):
         raise ConfigError(
             f"server: expected addresses with backend=vllm alone, found {args.backend} with {args.server}"
@@ -582,6 +622,17 @@ def check_ranges(args: Args) -> None:
     for name in ("server_tolerance", "server_weights"):
         if getattr(args, name) is not None and args.backend != "vllm":
             raise ConfigError(f"{name}: expected it with backend=vllm alone, found {args.backend}")
+    if args.server_sleeps and not args.server:
+        raise ConfigError(f"server_sleeps: expected it with backend=vllm alone, found {args.backend}")
+    if args.server_sends == "adapters":
+        if not args.server or not args.lora_r:
+            found = f"backend={args.backend}, lora_r={args.lora_r}"
+            raise ConfigError(f"server_sends: adapters go with backend=vllm and lora_r, found {found}")
+        if args.sft_steps and not args.init_from:
+            raise ConfigError(
+                "server_sends: adapters need servers that were started with the weights below them, which SFT changes: "
+                "run it on its own (algo=sft), and start from its checkpoint (init_from)"
+            )
     if len(set(args.server)) < len(args.server):
         raise ConfigError(f"server: expected each address once, found {args.server}")
     for url in args.server:

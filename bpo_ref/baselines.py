@@ -87,16 +87,19 @@ def plain_key(key: Any) -> StateKey:
 
 
 def mean_value(node: Node) -> float:
-    """Mean of the children's values: the state's own value even where `Node.value` holds what is backed up."""
-    return sum(edge.value for edge in node.children) / len(node.children)
+    """Mean of the children's values: the state's own value even where `Node.value` holds what is backed up.
+
+    Where an earlier policy sampled them, each is weighted by `Edge.ratio`: the value is that of the trained policy.
+    """
+    return sum(edge.ratio * edge.value for edge in node.children) / len(node.children)
 
 
 def fair_value(edge: Edge) -> float:
     """Return of an action less the luck of it and of all later decisions: an estimate of its *state's* value.
 
-    Without look-ahead it is `Edge.value`.
+    Without look-ahead it is `Edge.value`; that of an earlier policy's action is weighted by `Edge.ratio`.
     """
-    return edge.value - edge.luck - edge.control
+    return edge.ratio * (edge.value - edge.luck - edge.control)
 
 
 def fair_mean(node: Node) -> float:

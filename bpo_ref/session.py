@@ -13,8 +13,8 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import asdict, fields
+from contextlib import contextmanager
+from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -24,11 +24,12 @@ from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, patch_environment
 from transformers import PreTrainedTokenizerBase
 
-from bpo_ref.args import Args, resolved
+from bpo_ref.args import BY_ENTROPY, Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
 from bpo_ref.eval import Score, evaluate
+from bpo_ref.experiments.gpu_memory import shortage
 from bpo_ref.learning import packing
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.learning.models import (
@@ -76,10 +77,11 @@ SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a second SIGINT counts as the first: launchers forward the one that the terminal sent."""
 
 MAY_CHANGE = {  # on resuming
-    "resume", "overwrite", "out", "threads", "envs", "env_workers", "env_capture_every",
+    "resume", "overwrite", "out", "threads", "envs", "env_workers", "env_capture_every", "long_rows",
     "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
     "trackers", "journal", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",
+    "server_sends", "server_sleeps",
 }  # fmt: skip
 
 
@@ -110,8 +112,12 @@ class TrainingSession:
     """Learning rate of the current step."""
     stopped_by = 0
     """Number of the signal that ended the run early; 0: none."""
+    behind: dict[str, Any] | None = None
+    """With ``staleness``: the weights and the statistics that sample the next update's rollouts, for checkpoints."""
     _lock: IO[str] | None = None
     _publisher: Publisher | None = None
+    _served_at: tuple[Stage, int] | None = None
+    """Stage and step of the weights that servers have."""
 
     def __init__(self, args: Args) -> None:
         given = args = folder.named(args)
@@ -142,6 +148,8 @@ class TrainingSession:
             )
         self.strategy = chosen(self.accelerator, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
         self.check_processes()
+        if self.strategy.sharded:  # whose processes all make the same passes
+            self.args = args = replace(args, long_rows="whole")
         self.out.mkdir(parents=True, exist_ok=True)
         self._check_out()
         self._take_out()
@@ -179,6 +187,7 @@ class TrainingSession:
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in whole.parameters()]
         if saved is not None and args.critic:
             whole.value_head.load_state_dict(saved["value_head"])
+        self._check_memory(model)
         self.strategy.place(whole, self.adamw)
         self._check_packing()
         self.restore(saved)
@@ -203,6 +212,7 @@ class TrainingSession:
             "value_head": self.strategy.value_head() if self.args.critic else None,
             "sharded": self.strategy.sharded,
             "memory": self.memory.state(),
+            "behind": self.behind,
         }
 
     def restore(self, saved: dict[str, Any] | None) -> None:
@@ -213,6 +223,7 @@ class TrainingSession:
             self.step, self.counters = saved["step"], saved["counters"]
             self.saved_at = f"{self.stage} step {self.step}"
             self.scores = {name: Score(**score) for name, score in saved["scores"].items()}
+            self.behind = saved.get("behind")
 
     def _saved(self) -> dict[str, Any] | None:
         checkpoint = self.out / "checkpoint"
@@ -262,7 +273,7 @@ class TrainingSession:
             CheckpointError: there is one with other settings.
         """
         args = self.args
-        if args.journal == "off" or args.lookahead:
+        if args.journal == "off" or args.lookahead or args.staleness:
             return None
         settings = journals.settings_of(args, may_change=MAY_CHANGE)
         head = {"settings": settings, "weights": journals.weights_of(self.policy)}
@@ -403,10 +414,28 @@ class TrainingSession:
             with self.strategy.gathered():
                 packing.check(self.policy)
 
-    def gathered(self) -> AbstractContextManager[None]:
-        """Context in which each process may run any number of forward passes; see `Strategy.gathered`."""
+    def _check_memory(self, model: CausalLM) -> None:
+        """Refuse a GPU that cannot even hold the weights, their gradients and the optimizer's state."""
+        if self.accelerator.device.type == "cuda":
+            available = torch.cuda.get_device_properties(self.accelerator.device).total_memory
+            layout = "fsdp2" if self.strategy.sharded else "ddp"
+            gpus = self.accelerator.num_processes
+            if told := shortage(self.args, model.config, layout=layout, gpus=gpus, available=available):
+                raise ConfigError(told)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Context in which each process may sample and run any number of forward passes; see `Strategy.gathered`.
+
+        Raises:
+            TrainingFailed: a server should sleep when all processes have left it, and does not.
+        """
         asked = self.reference is not None and self.args.kl_in == "reward"
-        return self.strategy.gathered(*([self.reference] if asked else []))
+        with self.strategy.gathered(*([self.reference] if asked else [])):
+            yield
+        if self._publisher is not None and self.args.server_sleeps:
+            self.accelerator.wait_for_everyone()
+            self._all_of_servers(self._publisher.fleet.sleep)
 
     def enter_rl(self) -> None:
         """Make the SFT policy the initial policy and the reference, with its adapters merged."""
@@ -498,8 +527,9 @@ class TrainingSession:
             max_new_tokens=self.args.max_new_tokens,
             temperature=temperature,
             context_limit=self.args.context,
-            entropies=self.args.schedule in ("entropy", "entropy-online", "lowest"),
+            entropies=self.args.schedule in BY_ENTROPY,
             sampler_logps=self.args.tis > 0,
+            pinned=self.args.staleness > 0,
             fleet=None if self._publisher is None else self._served(self._publisher),
         )
         skip = self.args.entropy_skip
@@ -529,26 +559,41 @@ class TrainingSession:
         return publisher
 
     def _served(self, publisher: Publisher) -> Fleet:
-        """The servers, with the current weights; all processes have to ask for them.
+        """The servers, with the current weights; all processes have to ask for them, within `gathered`.
 
         Raises:
             TrainingFailed: a server does not have them.
         """
-        if not publisher.current(self.policy):
-            told: tuple[str | None, str] = None, ""
-            if self.accelerator.is_main_process:
-                try:
-                    told = None, publisher.publish(self.policy)
-                except EngineError as error:
-                    told = str(error), ""
-            if self.accelerator.num_processes > 1:
-                told = broadcast_object_list([told])[0]
-            failure, version = told
-            if failure is not None:
-                raise TrainingFailed(failure)
+        at = self.stage, self.step
+        # gathered weights are new tensors each time, which do not tell whether they have changed
+        if self.args.server_sleeps:
+            self._all_of_servers(publisher.fleet.wake)
+        if at != self._served_at if self.strategy.sharded else not publisher.current(self.policy):
+            version = self._all_of_servers(lambda: publisher.publish(self.policy))
             if not self.accelerator.is_main_process:
                 publisher.follow(self.policy, version)
+            self._served_at = at
         return publisher.fleet
+
+    def _all_of_servers(self, ask: Callable[[], Item]) -> Item:
+        """Ask something of the servers in the first process, for all processes.
+
+        Raises:
+            TrainingFailed: in all of them, if it fails.
+        """
+        told: tuple[str | None, Any] = None, None
+        if self.accelerator.is_main_process:
+            try:
+                told = None, ask()
+            except EngineError as error:
+                told = str(error), None
+        if self.accelerator.num_processes > 1:
+            told = broadcast_object_list([told])[0]
+        failure, answer = told
+        if failure is not None:
+            raise TrainingFailed(failure)
+        found: Item = answer
+        return found
 
     def evaluate(self, name: str) -> Score:
         """Play the evaluation set with the current policy and log the score under the name."""
@@ -703,8 +748,8 @@ class TrainingSession:
         """Check the number of processes: one that was meant to be several would train on a part of the batch."""
         args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
         self.strategy.check(adapters=bool(args.lora_r), critic=args.critic)
-        if self.strategy.sharded and args.backend == "vllm":
-            raise ConfigError("backend: vllm needs whole weights on every process, found sharded ones (FSDP2, ZeRO-3)")
+        if self.strategy.sharded and args.staleness:
+            raise ConfigError("staleness: needs whole weights on every process, found sharded ones (FSDP2, ZeRO-3)")
         if wanted != self.accelerator.num_processes:
             raise ConfigError(
                 f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"

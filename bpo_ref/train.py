@@ -51,9 +51,10 @@ from bpo_ref.experiments.value_oracle import value_scores
 from bpo_ref.learning.batch import Batch, Critique, Row, collate, micro_batches, rows_of
 from bpo_ref.learning.checkpoint import CheckpointError
 from bpo_ref.learning.models import CausalLM
-from bpo_ref.learning.rescore import rescore, sampler_mismatch
+from bpo_ref.learning.rescore import mismatch_metrics, rescore
 from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, success_of, write_samples
+from bpo_ref.running.ahead import Ahead, Sampled
 from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import forward
 from bpo_ref.sampling.masks import end_counts, without_masked
@@ -61,7 +62,7 @@ from bpo_ref.sampling.selection import differing, draw_tasks, leave_out, shuffle
 from bpo_ref.schedules import make_schedule
 from bpo_ref.session import Interrupted, TrainingFailed, TrainingSession
 from bpo_ref.supervised import supervised
-from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree, rollout
+from sandboxgym.tree import Clock, Edge, Failure, Node, Policy, RolloutTree, rollout
 from sandboxgym.workers.env_host import CallTimedOut, FleetError, WorkerDied
 
 # ------------------------------------------------------------------------------------------------------------- credit
@@ -232,7 +233,7 @@ Parent = Callable[[Edge, int, float], float]
 def tree_credit(
     tree: RolloutTree, args: Args, parent: Parent, share: Callable[[int], float], prior: tuple[float, float]
 ) -> list[ForkSample]:
-    """Â = Q̂ - b with backed-up values; forks multiply weights by K^-p, survived roulette multiplies them by 1/q.
+    """Â = Q̂ - b with backed-up values; forks multiply weights by K^-p, survived roulette by 1/q, actions by `ratio`.
 
     b = a S + (1 - a) ``parent`` at and below a fork, with S the leave-one-out mean of the nearest fork's children,
     carried forward along one-edge nodes (minus the rewards since); ``parent`` above the first fork and behind roulette.
@@ -269,7 +270,7 @@ def tree_credit(
             around = (rest + count * overall) / (n - 1 + count) if at_root else roots
             origin = index if at_root else root
             b = near if a == 1.0 else a * near + (1.0 - a) * parent(edge, origin, around)
-            edge.weight = weight * n ** -(1.0 if at_root else args.step_weight_power)
+            edge.weight = weight * edge.ratio * n ** -(1.0 if at_root else args.step_weight_power)
             edge.advantage = edge.value - edge.luck - b
             if edge.child.children:
                 near, around = (near - edge.reward) / args.gamma, (around - edge.reward) / args.gamma
@@ -332,7 +333,7 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
             by_name[str(args.credit)](tree, args)
         if args.baseline == "critic":
             for edge in tree.edges():
-                edge.data.targets = [edge.value] + [math.nan] * (edge.action.tokens - 1)
+                edge.data.targets = [edge.ratio * edge.value] + [math.nan] * (edge.action.tokens - 1)
     if args.advantage_norm == "batch":
         normalize(trees, gather)
     return forks
@@ -364,8 +365,9 @@ def policy_loss(
     gradient of ratio x k3, and that of k2 alone, is log(π/ref) ∇ log π: the score-function form of ∇ KL(π‖ref).
 
     With ``tis`` = C a token's whole loss is multiplied by min(π_old / π_sampler, C): truncated importance sampling, for
-    tokens sampled by another program than the one that computes their probabilities (Yao et al., 2025). The clip still
-    bounds π / π_old. With a ratio of 1 nothing changes.
+    tokens sampled by another program than the one that computes their probabilities (Yao et al., 2025), or by a policy
+    before it. The clip still bounds π / π_old. With a ratio of 1 nothing changes. With ``tis_level="episode"`` weights
+    and returns have the ratios already (`tree_credit`).
 
     ``ratio="sequence"`` is GSPO-token (Zheng et al., 2025, section 4.3): every token has the value of its row's ratio
     and the gradient of its own, which equals GSPO where all advantages of a row are equal.
@@ -411,7 +413,7 @@ def policy_loss(
         stats["kl"] = (divergence.detach() * mask).sum()
     if args.tis and batch.sampler_logps is not None:
         drawn = (batch.old_logps - batch.sampler_logps).exp()
-        loss = loss * drawn.clamp(max=args.tis)
+        loss = loss * drawn.clamp(max=args.tis) if args.tis_level == "token" else loss
         stats["tis_capped"] = ((drawn > args.tis) & mask).sum().float()
     return loss, stats
 
@@ -461,6 +463,7 @@ class Trainer:
     def __init__(self, args: Args, session: Callable[[Args], TrainingSession] = TrainingSession) -> None:
         self.session = session(args)
         self.args = self.session.args
+        self.ahead = Ahead(self.session, self._sample)
         self.passed_over = dict.fromkeys(("returns", "env_steps", "tokens"), 0)  # sampled, but not trained on
         self.rollout_costs: dict[str, float] = {}
 
@@ -489,6 +492,7 @@ class Trainer:
             session.say(f"stopped at once; {session.kept()}")
             raise
         finally:
+            self.ahead.stop()
             session.close()
         return session.scores
 
@@ -518,6 +522,7 @@ class Trainer:
             bar.advance(now, **shown, tokens=f"{session.counters['tokens'] / 1e3:.0f}k")
             last = now >= args.updates
             if last or now // args.eval_every > before // args.eval_every:
+                self.ahead.wait()
                 session.evaluate(f"{args.algo}@{session.step}")
                 if session.accelerator.is_main_process:
                     write_samples(session.out, trees, args, update=session.step)
@@ -532,9 +537,28 @@ class Trainer:
         return min(1.0, session.counters[args.match.replace("-", "_")] / args.budget) * args.updates
 
     def _rollouts(self, seed: Sequence[int]) -> list[RolloutTree]:
-        """Trees of the update's tasks, every N-th on each of N processes: the same tasks for every N."""
+        """Trees of the update, measured by the policy that learns from them; with ``staleness`` sampled before it."""
         args, session = self.args, self.session
         self.passed_over = dict.fromkeys(self.passed_over, 0)
+        batch = self.ahead.take(seed)
+        ends = {name: session.sum(count) for name, count in end_counts(batch.trees).items()}
+        trees = without_masked(batch.trees)
+        session.check_rolled_out(len(trees), batch.failures, ends)
+        self.rollout_costs = rollout_costs(batch.policy, batch.clock, batch.failures, ends, batch.seconds, session.sum)
+        for edge in (edge for tree in trees for edge in tree.edges()):
+            edge.reward -= args.invalid_penalty * (not edge.valid)
+        trees = self._differing(trees) if args.dynamic_sampling else trees
+        measure, reference = (partial(self._forward, model) for model in (session.network, session.reference))
+        rescore(trees, args, measure, reference, session.accelerator.device)
+        if batch.look is not None:
+            batch.look.set_controls(trees, scored(self._logps, args, session.accelerator.device))
+            self.rollout_costs |= {name: session.sum(count) for name, count in batch.look.counts().items()}
+        self.rollout_costs |= mismatch_metrics(trees, args, session.gather)
+        return trees
+
+    def _sample(self, seed: Sequence[int], policy: Policy, memory: Memory) -> Sampled:
+        """Roll out the tasks of an update, every N-th on each of N processes: the same tasks for every N."""
+        args, session = self.args, self.session
         count = math.ceil(args.prompts * max(1.0, args.dynamic_sampling))
         drawn = ask(session.envs, lambda env: draw_tasks(env, count, seed))
         indices = range(session.accelerator.process_index, len(drawn), session.accelerator.num_processes)
@@ -544,36 +568,18 @@ class Trainer:
         )
         if args.schedule == "value-oracle":
             scores = value_scores(session.envs, session.player(args.temperature), rollouts=args.mc_rollouts, **shared)
-        schedule = make_schedule(args, seed, session.memory, scores, drawn)
-        policy = session.player(args.temperature)
+        schedule = make_schedule(args, seed, memory, scores, drawn)
         failures: list[Failure] = []
         clock, began = Clock(), time.perf_counter()
         ahead = None
         if args.lookahead:
-            ahead = LookAhead(args, session.prompt, session.chat, session.memory.values, session.memory.network)
+            ahead = LookAhead(args, session.prompt, session.chat, memory.values, memory.network)
         journal = session.journal(seed)
         shared |= dict(overlap=args.env_overlap, clock=clock, failures=failures, look=ahead, journal=journal)
-        shared |= dict(capture_every=args.env_capture_every)
-        trees = rollout(session.envs, policy, schedule, **shared)
+        trees = rollout(session.envs, policy, schedule, capture_every=args.env_capture_every, **shared)
         if journal is not None:
             journal.close()
-        ends = {name: session.sum(count) for name, count in end_counts(trees).items()}
-        trees = without_masked(trees)
-        session.check_rolled_out(len(trees), failures, ends)
-        self.rollout_costs = rollout_costs(policy, clock, failures, ends, time.perf_counter() - began, session.sum)
-        for edge in (edge for tree in trees for edge in tree.edges()):
-            edge.reward -= args.invalid_penalty * (not edge.valid)
-        trees = self._differing(trees) if args.dynamic_sampling else trees
-        measure, reference = (partial(self._forward, model) for model in (session.network, session.reference))
-        rescore(trees, args, measure, reference, session.accelerator.device)
-        if ahead is not None:
-            ahead.set_controls(trees, scored(self._logps, args, session.accelerator.device))
-            self.rollout_costs |= {name: session.sum(count) for name, count in ahead.counts().items()}
-        if told := session.gather(sampler_mismatch(trees)):
-            tokens, apart, largest = zip(*told)
-            self.rollout_costs["rollout/sampler_mismatch"] = sum(apart) / sum(tokens)
-            self.rollout_costs["rollout/sampler_ratio_max"] = max(largest)
-        return trees
+        return Sampled(trees, policy, clock, failures, time.perf_counter() - began, ahead)
 
     def _differing(self, trees: Sequence[RolloutTree]) -> list[RolloutTree]:
         """Dynamic sampling: keep the trees whose returns differ; the others still count as spent."""
@@ -608,7 +614,7 @@ class Trainer:
                         sums[name] = sums.get(name, 0.0) + value
 
                 idle = Row([0, 0], [])  # contributes no loss
-                session.accumulate(micro_batches(rows, args) or [[idle]], backward, idle=idle)
+                session.accumulate(micro_batches(rows, args, idle), backward, idle=idle)
                 session.optimizer_step()
                 norms.append(session.grad_norm)
         if not norms:
@@ -638,8 +644,9 @@ class Trainer:
 
     def _forward(self, model: CausalLM, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities and entropies of the sampled tokens, and values of their states, [B, T-1]."""
-        packed, temperature = self.args.pack == "tree", self.args.temperature
-        return forward(model, batch.ids, batch.lengths, where=batch.mask, temperature=temperature, packed=packed)
+        packed, most = self.args.pack == "tree", self.args.micro_tokens if self.args.long_rows == "split" else None
+        told: dict[str, Any] = dict(where=batch.mask, temperature=self.args.temperature, packed=packed, most=most)
+        return forward(model, batch.ids, batch.lengths, **told)
 
     def _logps(self, ids: Tensor, lengths: Tensor, where: Tensor) -> Tensor:
         """Log-probabilities of any tokens under the current policy, [B, T-1]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import math
@@ -18,7 +19,7 @@ from components import missing
 
 import sandboxgym
 from sandboxgym.adapters.trl import OVER, TRLEnvironment, TRLEnvironments
-from sandboxgym.tree import Context, Envs, ForkAt, TopEntropy, rollout
+from sandboxgym.tree import Context, Envs, ForkAt, TopEntropy, rollout, rollout_async
 
 Starts = list[tuple[Any, str]]
 
@@ -254,6 +255,29 @@ def test_seeds_make_rollouts_repeat(endpoint, envs, policy):
         return [edge.action.text for tree in trees for edge in tree.edges()]
 
     assert played(0) == played(0) != played(1)
+
+
+def test_paths_that_advance_by_themselves_are_those_of_lockstep(endpoint, envs, policy):
+    def told(trees: Any) -> list[Any]:
+        return [
+            (tree.index, path.key, [edge.action.text for edge in path.edges]) for tree in trees for path in tree.paths
+        ]
+
+    schedule = TopEntropy(1, width=3)
+    expected = rollout(envs, policy(endpoint), schedule, tasks=[0, 1])
+    chat = policy(endpoint, concurrency=2)
+    found = asyncio.run(rollout_async(envs, chat.each, schedule, tasks=[0, 1]))
+    assert told(found) == told(expected) and sum(len(tree.paths) for tree in found) == 6
+    chat.close()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("sandboxgym-chat")]
+
+
+def test_an_error_of_the_endpoint_ends_an_asynchronous_rollout(openai, envs, policy):
+    with (
+        chat_stub(lambda request: (400, {"error": {"message": "no such thing"}})) as stub,
+        pytest.raises(openai.BadRequestError, match="no such thing"),
+    ):
+        asyncio.run(rollout_async(envs, policy(stub).each, TopEntropy(1, width=3), tasks=[0, 1]))
 
 
 def test_connections_of_its_own_are_closed_and_those_of_a_given_client_are_not(openai, endpoint, envs):

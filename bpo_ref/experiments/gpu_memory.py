@@ -63,6 +63,11 @@ class Shape:
         return self.layers * sum(r * (a + b) for a, b in self.linears)
 
     @property
+    def keys_per_token(self) -> int:
+        """Numbers in the keys and values of a token, over all layers."""
+        return self.layers * 2 * self.kv_heads * self.head_dim
+
+    @property
     def kept(self) -> int:
         """Values per token that a block keeps for its backward pass: the inputs of its norms, of its linear layers, of
         attention (queries, keys, values, output), and of the gated product.
@@ -129,7 +134,11 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
     if layout == "zero3":  # and gradients on their way, in a bucket that is copied to fp32
         whole = low * min(weights, LIVE) + (low + 4) * min(weights, BUCKET)
     blocks = shape.layers if not args.gradient_checkpointing else 1
-    tokens = args.micro_tokens
+    long = args.context > args.micro_tokens
+    split = long and args.long_rows == "split" and args.pack == "tree" and layout == "ddp"
+    tokens = args.context if long and not split else args.micro_tokens
+    # Keys and values of the tree that is computed in parts, and their gradients.
+    held = 2 * low * tree_tokens(args.context, most_rows(args), shared=0.5) * shape.keys_per_token if split else 0
     rows = min(args.max_live, -(-args.prompts // gpus) * most_rows(args))
     store, attention = keys_and_values(shape, rows=rows, tokens=args.context, size=low)
     frozen = low * weights if args.lora_r or (layout == "zero3" and low < 4) else 0
@@ -141,12 +150,68 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
         "optimizer": 8 * trained // parts,
         "reference": low * weights // parts if args.kl and not args.lora_r else 0,
         "update: gathered or cast": whole,
-        "update: blocks": tokens * (shape.layers * shape.hidden * residual + blocks * shape.kept * low),
+        "update: blocks": tokens * (shape.layers * shape.hidden * residual + blocks * shape.kept * low) + held,
         "update: logits": tokens * shape.vocabulary * 2 * low + 4096 * shape.vocabulary * 3 * 4,
         "rollout: gathered": low * weights if layout != "ddp" else 0,
         "rollout: keys and values": store,
         "rollout: attention": attention,
     }
+
+
+def tree_tokens(context: int, leaves: int, *, shared: float) -> int:
+    """Tokens of a tree whose leaves are all full, each of which shares that part of its row with the one before."""
+    return context + (leaves - 1) * math.ceil(context * (1.0 - shared))
+
+
+def long_contexts(args: Args, shape: Shape, *, leaves: int) -> list[str]:
+    """Lines of a Markdown table: GiB that a tree of full contexts needs of a server, and of a GPU in the update.
+
+    A server holds its keys and values once for tokens that rows share. The update holds them with their gradients where
+    rows are computed in parts, and the activations of a part; else the activations of a row.
+    """
+    low = 2 if args.dtype == "bfloat16" else 4
+    lines = [LONG_HEADER]
+    blocks = shape.layers if not args.gradient_checkpointing else 1
+    each = shape.layers * shape.hidden * 4 + blocks * shape.kept * low + shape.vocabulary * 2 * low
+    for shared in (0.0, 0.5, 0.9):
+        tokens = tree_tokens(args.context, leaves, shared=shared)
+        server = tokens * shape.keys_per_token * low
+        cells = [server, 2 * server if shared >= 0.5 else 2 * args.context * shape.keys_per_token * low]
+        cells += [min(args.micro_tokens, args.context) * each, args.context * each]
+        shown = " | ".join(f"{size / GIB:.1f}" for size in cells)
+        lines.append(f"| {args.context} | {leaves} | {shared:.0%} | {tokens} | {shown} |")
+    return lines
+
+
+LONG_HEADER = (
+    "| context | leaves | shared | tokens | server: keys and values | update: keys and values, with gradients "
+    "| update: activations of a part | update: activations of a whole row |\n" + "|---|" + "---|" * 7
+)
+
+
+def shortage(args: Args, config: Any, *, layout: Layout, gpus: int, available: int) -> str | None:
+    """Tell what is missing for a run to begin: what a GPU holds all the time, computed, against what it has.
+
+    Args:
+        args: settings of the run, resolved.
+        config: a transformers configuration; nothing is known about models that are not Llama-like.
+        layout: as for `memory`.
+        gpus: number of GPUs.
+        available: bytes of one.
+    """
+    try:
+        shape = shape_of(config)
+    except AttributeError:
+        return None
+    parts = memory(args, shape, layout=layout, gpus=gpus)
+    needed = sum(size for name, size in parts.items() if ":" not in name)
+    if needed <= available:
+        return None
+    return (
+        f"model: {needed / GIB:.1f} GiB are needed on each of {gpus} GPUs for weights, gradients, optimizer and "
+        f"reference alone, and {available / GIB:.1f} GiB are available: set lora_r, or shard the weights (FSDP2, "
+        "ZeRO-3)"
+    )
 
 
 def most_rows(args: Args) -> int:
@@ -209,6 +274,8 @@ def main(argv: Sequence[str] | None = None, *, gpus: int = 8) -> None:
 
             shape = shape_of(AutoConfig.from_pretrained(args.model))
         print("\n".join(table(name, resolved(args), shape, gpus=gpus)))
+        if given:
+            print("\n".join(["", *long_contexts(args, shape, leaves=most_rows(resolved(args)))]))
 
 
 if __name__ == "__main__":

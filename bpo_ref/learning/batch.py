@@ -118,21 +118,30 @@ def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
     return Batch(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
-def micro_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
-    """Split rows into the batches of an update, as `token_batches` does.
+def micro_batches(rows: Sequence[Row], args: Args, idle: Row | None = None) -> list[list[Row]]:
+    """Split rows into the batches of an update, as `token_batches` does; without any row, ``idle`` is one.
+
+    The last batch is one that a single pass computes, if need be ``idle``: its gradients are reduced over processes.
 
     Those without any advantage are left out where they cannot matter, and with them what only they would have made of
     a packed tree; one stays, for data parallel processes must all take part in the reduction of the gradients.
     """
     matter = args.kl or args.critic
     moving = [row for row in rows if matter or any(edge.advantage for edge in row.edges)] or list(rows[:1])
-    return token_batches(moving, args)
+    batches = token_batches(moving, args)
+    batches.sort(key=lambda batch: len(batch[0].ids) <= args.micro_tokens)  # stable; a batch of long rows begins so
+    if idle is not None and (not batches or len(batches[-1][0].ids) > args.micro_tokens):
+        batches.append([idle])
+    return batches
 
 
 def token_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
-    """Split rows into batches of at most ``micro_tokens`` tokens, padded or packed as ``pack`` says, or one row."""
+    """Split rows into batches of at most ``micro_tokens`` tokens, padded or packed as ``pack`` says, or one row.
+
+    Where longer rows are computed in parts (``long_rows``), those of a tree are one batch.
+    """
     if args.pack == "tree":
-        return by_prefix(rows, lambda row: row.ids, args.micro_tokens)
+        return by_prefix(rows, lambda row: row.ids, args.micro_tokens, joined=args.long_rows == "split")
     return by_length(rows, lambda row: len(row.ids), args.micro_tokens)
 
 

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -194,6 +194,20 @@ class WithoutAdapter:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
+
+
+def trained_weights(model: CausalLM) -> dict[str, Tensor]:
+    """Copy the weights that are trained, to the CPU."""
+    named = model.named_parameters()
+    return {name: weight.detach().to("cpu", copy=True) for name, weight in named if weight.requires_grad}
+
+
+@torch.no_grad()
+def put_weights(model: CausalLM, weights: Mapping[str, Tensor]) -> None:
+    """Set the weights that `trained_weights` has copied."""
+    parameters = dict(model.named_parameters())
+    for name, weight in weights.items():
+        parameters[name].copy_(weight)
 
 
 def checkpoint_layers(model: CausalLM) -> None:

@@ -18,9 +18,9 @@ Left out: sliding windows, recurrent layers, positions that are not given as ``p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -68,9 +68,23 @@ class Packing:
         Without a mask, transformers would take positions that start again for packed sequences, and cut forks off
         their prefixes.
         """
+        return self.part_mask(0, self.ids.shape[1], None)
+
+    def part_mask(self, first: int, last: int, past: Past | None) -> Tensor | BlockMask:
+        """Mask of a part of the row, the tokens from ``first`` to before ``last``, which also see those of ``past``.
+
+        On CUDA ``first`` is a multiple of `BLOCK`, and ``last`` too.
+        """
+        mask: Tensor | BlockMask
         if self.ids.device.type == "cuda":
-            return block_mask(interval_ends(self.segments, self.ids.shape[1]).to(self.ids.device))
-        return self.segments[None, None]
+            ends = interval_ends(self.segments, self.ids.shape[1]).to(self.ids.device)
+            mask = block_mask(ends, first, last)
+        else:
+            mask = self.segments[None, None].clone()
+            _plans[mask] = _plan(self.segments.tolist(), first, last, self.ids.device)
+        if past is not None:
+            _pasts[mask] = past
+        return mask
 
 
 def pack(ids: Tensor, lengths: Tensor) -> Packing:
@@ -107,15 +121,21 @@ def common_prefix(one: Any, other: Any) -> int:
     return int(differ[0]) if len(differ) else shortest
 
 
-def by_prefix(items: Iterable[Item], ids: Callable[[Item], Sequence[int]], most: int) -> list[list[Item]]:
-    """Batch items whose ids share prefixes: at most ``most`` tokens per batch once packed, or one item."""
+def by_prefix(
+    items: Iterable[Item], ids: Callable[[Item], Sequence[int]], most: int, *, joined: bool = False
+) -> list[list[Item]]:
+    """Batch items whose ids share prefixes: at most ``most`` tokens per batch once packed, or one item.
+
+    With ``joined``, longer items stay together as long as the next one has most of its tokens in common with the one
+    before: their batch is meant to be computed in parts.
+    """
     batches: list[list[Item]] = []
     room = 0
     before: Sequence[int] = ()
     for item in sorted(items, key=lambda item: list(ids(item))):
         row = ids(item)
         more = len(row) - common_prefix(before, row)
-        if batches and more <= room:
+        if batches and (more <= room or (joined and room < 0 and 2 * more < len(row) > most)):
             batches[-1].append(item)
             room -= more
         else:
@@ -142,26 +162,45 @@ class _Plan:
     """Masks [1, 1, queries, keys] of the segments; None: plain causal."""
 
 
-_plans: MutableMapping[Tensor, _Plan] = WeakIdKeyDictionary()  # of the masks of forward passes whose graphs are alive
+@dataclass(frozen=True)
+class Past:
+    """Keys and values of the tokens of a packed row before a part of it, and those of the part, by layer."""
+
+    before: Mapping[int, tuple[Tensor, Tensor]]
+    """[1, key-value heads, tokens, head_dim] each; without a layer where nothing is before."""
+    taken: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    """Those of the part, once it was computed; gradient checkpointing computes them again, which changes nothing."""
+
+    def join(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer up to the end of the part."""
+        self.taken.setdefault(layer, (key, value))
+        if layer not in self.before:
+            return key, value
+        keys, values = self.before[layer]
+        return torch.cat([keys.to(key.dtype), key], dim=2), torch.cat([values.to(value.dtype), value], dim=2)
 
 
-def _plan(mask: Tensor) -> _Plan:
-    """Plan the segments, once per forward pass rather than once per layer."""
-    if mask in _plans:
-        return _plans[mask]
+# Of the masks of forward passes whose graphs are alive: planned once per pass rather than once per layer.
+_plans: MutableMapping[Tensor, _Plan] = WeakIdKeyDictionary()
+_pasts: MutableMapping[Tensor | BlockMask, Past] = WeakIdKeyDictionary()
+
+
+def _plan(segments: Sequence[Sequence[int]], first: int, last: int, device: torch.device) -> _Plan:
+    """Plan what there is of each segment from token ``first`` to before ``last`` of the packed row."""
     queries, keys, paths, masks, start = [], [], [], [], 0
     path = torch.empty(0, dtype=torch.long)
-    for length, shared in mask[0, 0].tolist():
+    for length, shared in segments:
         path = torch.cat([path[:shared], torch.arange(start, start + length)])
+        begin, end = max(first, start), min(last, start + length)
+        if begin < end:
+            before, upto = shared + begin - start, shared + end - start
+            queries.append(end - begin)
+            keys.append(upto)
+            paths.append(path[:upto])
+            causal = None if not before else torch.ones(end - begin, upto, dtype=torch.bool).tril(before)[None, None]
+            masks.append(causal if causal is None else causal.to(device))
         start += length
-        queries.append(length)
-        keys.append(len(path))
-        paths.append(path)
-        causal = None if not shared else torch.ones(length, len(path), dtype=torch.bool).tril(shared)[None, None]
-        masks.append(causal if causal is None else causal.to(mask.device))
-    plan = _Plan(queries, keys, torch.cat(paths).to(mask.device), masks)
-    _plans[mask] = plan
-    return plan
+    return _Plan(queries, keys, torch.cat(paths).to(device), masks)
 
 
 def tree_attention(
@@ -182,13 +221,17 @@ def tree_attention(
         attention_mask: see `Packing.mask`.
         options: dropout, scale and others of the layer.
     """
+    if attention_mask is not None and (past := _pasts.get(attention_mask)) is not None:
+        key, value = past.join(module.layer_idx, key, value)
     if isinstance(attention_mask, BlockMask):
         # Under autocast, rotary positions leave queries and keys in fp32; FlexAttention wants one type, or casts later.
         query, key = query.to(value.dtype), key.to(value.dtype)
         return flex_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
     if attention_mask is None or attention_mask.dtype != torch.long:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)  # type: ignore[no-any-return]
-    plan = _plan(attention_mask)
+    if attention_mask not in _plans:  # a copy of the mask, made on its way through a wrapper of the model
+        _plans[attention_mask] = _plan(attention_mask[0, 0].tolist(), 0, query.shape[2], attention_mask.device)
+    plan = _plans[attention_mask]
     keys, values = (torch.split(part.index_select(2, plan.paths), plan.keys, dim=2) for part in (key, value))
     parts = zip(torch.split(query, plan.queries, dim=2), keys, values, plan.masks)
     return torch.cat([sdpa_attention_forward(module, *part, **options)[0] for part in parts], dim=1), None
@@ -210,19 +253,20 @@ def interval_ends(segments: Tensor, n: int) -> Tensor:
     return ends
 
 
-def block_mask(ends: Tensor) -> BlockMask:
+def block_mask(ends: Tensor, begin: int = 0, end: int | None = None) -> BlockMask:
     """Build FlexAttention's mask of ``k <= q < ends[k]`` from the smallest and largest end of each block of keys.
 
     Args:
         ends: [N], N a multiple of `BLOCK`.
+        begin: first of the queries, a multiple of `BLOCK`.
+        end: one behind the last of them, and of the keys. Default: N.
     """
-    n = len(ends)
-    blocks, first = ends.view(-1, BLOCK), torch.arange(0, n, BLOCK, device=ends.device)[:, None]
-    earlier = torch.arange(0, n, BLOCK, device=ends.device) < first  # [query blocks, key blocks]
+    n = len(ends) if end is None else end
+    blocks, starts = ends[:n].view(-1, BLOCK), torch.arange(0, n, BLOCK, device=ends.device)
+    first = starts[begin // BLOCK :, None]  # of each block of queries
+    earlier = starts < first  # [query blocks, key blocks]
     full = earlier & (blocks.amin(dim=1) >= first + BLOCK)
-    partial = (earlier & (blocks.amax(dim=1) > first) & ~full) | torch.eye(
-        len(blocks), dtype=torch.bool, device=ends.device
-    )
+    partial = (earlier & (blocks.amax(dim=1) > first) & ~full) | (starts == first)
 
     def listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Count and list the key blocks of each query block, the chosen ones first."""
@@ -230,10 +274,10 @@ def block_mask(ends: Tensor) -> BlockMask:
         return chosen.sum(dim=1, dtype=torch.int32)[None, None], order[None, None]
 
     def allowed(_: Tensor, __: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return (k <= q) & (q < ends[k])
+        return (k <= q + begin) & (q + begin < ends[k])
 
     return BlockMask.from_kv_blocks(
-        *listed(partial), *listed(full), BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(n, n)
+        *listed(partial), *listed(full), BLOCK_SIZE=BLOCK, mask_mod=allowed, seq_lengths=(n - begin, n)
     )
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, TypeAlias
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -31,11 +33,12 @@ def rescore(
 
     Values of the states in which tokens were drawn (`Critique`), the divergence from the reference where it is
     subtracted from the rewards, and log-probabilities and entropies that the backend did not give. With ``tis``
-    log-probabilities are measured in any case, and the backend's are kept too (`Generation.sampler_logps`).
+    log-probabilities are measured in any case, and the backend's are kept too (`Generation.sampler_logps`); at the
+    level of episodes their ratio is also set on every edge (`Edge.ratio`).
 
     Args:
         trees: changed in place.
-        args: ``critic``, ``kl``, ``kl_in``, ``tis``, ``pack`` and ``micro_tokens`` are used.
+        args: ``critic``, ``kl``, ``kl_in``, ``tis``, ``tis_level``, ``staleness``, ``pack``, ``micro_tokens`` are used.
         policy: the policy that has sampled.
         reference: used only where the divergence is subtracted from the rewards.
         device: device of the tensors that they are given.
@@ -69,10 +72,54 @@ def rescore(
                 if measured:
                     found = {"logps": logps[i, span].tolist(), "entropies": entropies[i, span].tolist()}
                     told = action.data.sampler_logps or action.data.logps
+                    if args.staleness and not told:
+                        raise ValueError("staleness: expected log-probabilities of the sampler, found none")
                     action.data, action.logp = (
                         replace(action.data, **found, sampler_logps=told),
                         float(logps[i, span].sum()),
                     )
+                    if args.tis and args.tis_level == "episode" and told:
+                        edge.ratio = min(args.tis, _ratio(action.logp - sum(told)))
+
+
+def _ratio(apart: float) -> float:
+    """Ratio of two probabilities whose logarithms are that far apart; the largest float stays finite."""
+    return math.exp(min(apart, 700.0))
+
+
+def importance_weights(trees: Sequence[RolloutTree], args: Args) -> list[float]:
+    """Weights by which `tis` multiplies the loss: of every token, or with ``tis_level=episode`` of every action."""
+    if args.tis_level == "token":
+        data = [edge.action.data for tree in trees for edge in tree.edges()]
+        pairs = [pair for one in data for pair in zip(one.logps, one.sampler_logps)]
+        return [min(args.tis, _ratio(old - sampler)) for old, sampler in pairs]
+    weights = []
+    for path in (path for tree in trees for path in tree.paths):
+        along = list(accumulate((edge.ratio for edge in path.from_root()), operator.mul))
+        weights += along[-len(path.edges) :]  # each action once: of what it was forked off, the other path has them
+    return weights
+
+
+def mismatch_metrics(
+    trees: Sequence[RolloutTree], args: Args, gather: Callable[[list[Any]], list[Any]]
+) -> dict[str, float]:
+    """Numbers to log about sampler and trainer, over all processes: their difference, and what the correction costs.
+
+    The effective sample size is (Σw)² / (n Σw²) of the weights that the loss is multiplied by: 1 if they are equal.
+    """
+    found = gather(sampler_mismatch(trees))
+    weights = [(len(w), sum(w), sum(x * x for x in w)) for w in [importance_weights(trees, args)]] if args.tis else []
+    if not found:
+        return {}
+    tokens, apart, largest = zip(*found)
+    metrics = {
+        "rollout/sampler_mismatch": sum(apart) / sum(tokens),
+        "rollout/sampler_ratio_max": max(largest),
+    }
+    if weights:
+        n, total, squares = (sum(part) for part in zip(*gather(weights)))
+        metrics["rollout/sampler_effective"] = total**2 / (n * squares)
+    return metrics
 
 
 def sampler_mismatch(trees: Sequence[RolloutTree]) -> list[tuple[int, float, float]]:
@@ -84,5 +131,5 @@ def sampler_mismatch(trees: Sequence[RolloutTree]) -> list[tuple[int, float, flo
         data = [edge.action.data for edge in tree.edges() if edge.action.data.sampler_logps]
         apart = [old - sampler for one in data for old, sampler in zip(one.logps, one.sampler_logps, strict=True)]
         if apart:
-            found.append((len(apart), sum(map(abs, apart)), math.exp(min(max(apart), 700.0))))
+            found.append((len(apart), sum(map(abs, apart)), _ratio(max(apart))))
     return found

@@ -34,7 +34,8 @@ def publisher_of(args: Args, tokenizer: PreTrainedTokenizerBase, chat: ChatForma
         tokens=sampled,
     )
     folder = Path(args.server_weights) if args.server_weights else Path(args.out) / "served"
-    return Publisher(fleet, folder, proof, dtype=getattr(torch, args.dtype))
+    how = {"adapters": args.server_sends == "adapters", "pinned": args.staleness > 0}
+    return Publisher(fleet, folder, proof, dtype=getattr(torch, args.dtype), **how)
 
 
 def difference(fleet: Fleet, args: Args, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str | None:
@@ -46,7 +47,8 @@ def difference(fleet: Fleet, args: Args, tokenizer: PreTrainedTokenizerBase, cha
     text = tokenizer.decode(chat.start(SAMPLE))
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     try:
-        fleet.check(Expected(args.context, text, list(tokens), (args.temperature,)))
+        rank = args.lora_r if args.server_sends == "adapters" else 0
+        fleet.check(Expected(args.context, text, list(tokens), (args.temperature,), rank, args.server_sleeps))
     except EngineError as error:
         return f"server: {error}"
     return None

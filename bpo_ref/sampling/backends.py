@@ -74,6 +74,7 @@ def make_backend(
     context_limit: int,
     entropies: bool,
     sampler_logps: bool = False,
+    pinned: bool = False,
     fleet: Fleet | None = None,
 ) -> Backend:
     """Make the backend of that name.
@@ -88,6 +89,7 @@ def make_backend(
         context_limit: largest number of tokens per row.
         entropies: whether they are needed as soon as a turn has been sampled.
         sampler_logps: whether the sampler's own log-probabilities are needed; of ``hf`` they are `Generation.logps`.
+        pinned: whether engines go on with the weights that they have while those of ``model`` change.
         fleet: the engines that already serve these weights, for ``vllm``.
 
     Raises:
@@ -109,7 +111,7 @@ def make_backend(
 
         if fleet is None:
             raise ValueError("backend: vllm needs the engines to ask, found none")
-        return ServedBackend(fleet, model, score=entropies, **sampling)
+        return ServedBackend(fleet, model, score=entropies, pinned=pinned, **sampling)
     from bpo_ref.sampling.generate import Generator
 
     return Generator(model, **sampling)

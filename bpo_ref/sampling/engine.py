@@ -57,6 +57,8 @@ class Request:
     """Seed of the turn, which then does not depend on what else is sampled."""
     key: str = ""
     """Name of the request, unique among all; each repetition has another."""
+    adapter: bool = False
+    """True if the weights are the adapter of that name, on top of the weights that the engine was started with."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ class Expected:
     """Token ids of the text, without special tokens."""
     temperatures: tuple[float, ...] = (1.0,)
     """Temperatures whose log-probabilities are learned from."""
+    rank: int = 0
+    """Rank of the adapters that will be loaded; 0: whole weights will be."""
+    sleeps: bool = False
+    """True if it will be asked to sleep."""
 
 
 class Engine(Protocol):
@@ -124,6 +130,23 @@ class Engine(Protocol):
 
         Raises:
             EngineUnavailable: the weights were not loaded; what the engine serves then has no version of a run.
+        """
+
+    def load_adapter(self, folder: str, version: str, /, *, seconds: float) -> None:
+        """Load the LoRA adapter in a folder as this version, in place of those loaded before; otherwise like `load`."""
+
+    def sleep(self, *, seconds: float) -> None:
+        """Free the memory of its GPU until `wake`; nothing is sampled meanwhile.
+
+        Raises:
+            EngineUnavailable: it does not sleep.
+        """
+
+    def wake(self, *, seconds: float) -> None:
+        """Have the weights back that it had before it slept; if it is awake, do nothing.
+
+        Raises:
+            EngineUnavailable: it is not awake.
         """
 
 

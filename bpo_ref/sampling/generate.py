@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from inspect import signature
 from typing import Any, TypeAlias
 
@@ -32,6 +33,7 @@ from transformers.cache_utils import DynamicLayer
 
 from bpo_ref.learning.models import Output
 from bpo_ref.learning.packing import pack
+from bpo_ref.learning.parts import in_parts
 
 CausalLM: TypeAlias = Any  # of transformers, bare or wrapped by PEFT: they share no base class
 
@@ -483,20 +485,35 @@ def forward(
     temperature: float = 1.0,
     chunk: int = 4096,
     packed: bool = False,
+    most: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Run `token_logps` and, with a value head, give the values [B, T-1] of the states before these tokens too.
 
-    ``packed``: prefixes that rows share are computed once; the model is one that `packing.enable` has passed.
+    ``packed``: prefixes that rows share are computed once; the model is one that `packing.enable` has passed. More than
+    ``most`` packed tokens are computed in parts (`parts.in_parts`): the same numbers and gradients with less memory.
     """
     inside = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
     where = inside[:, 1:] if where is None else where & inside[:, 1:]
+    targets, measure = ids[:, 1:][where], partial(_measured, temperature=temperature, chunk=chunk)
     if packed:
         packing = pack(ids, lengths)
         chosen = packing.source[where]
-        inputs = {"input_ids": packing.ids, "position_ids": packing.positions, "attention_mask": packing.mask()}
+        if most is not None and packing.ids.shape[1] > most:
+            measured = in_parts(packing, chosen, targets, partial(measure, getattr(model, "module", model)), most)
+        else:
+            inputs = {"input_ids": packing.ids, "position_ids": packing.positions, "attention_mask": packing.mask()}
+            measured = measure(model, inputs, chosen, targets)
     else:
         chosen = pad(where, (0, 1)).flatten().nonzero()[:, 0]
-        inputs = {"input_ids": ids, "attention_mask": inside.long()}
+        measured = measure(model, {"input_ids": ids, "attention_mask": inside.long()}, chosen, targets)
+    logps, entropies, *rest = (torch.zeros(where.shape, device=ids.device).masked_scatter(where, m) for m in measured)
+    return logps, entropies, rest[0] if rest else None
+
+
+def _measured(
+    model: CausalLM, inputs: dict[str, Any], chosen: Tensor, targets: Tensor, *, temperature: float, chunk: int
+) -> list[Tensor]:
+    """Log-probabilities of ``targets`` [n] behind the ``chosen`` [n] of the B x T inputs, entropies, maybe values."""
     with _head_at(model, chosen) as narrowed:
         output = model(**inputs, use_cache=False)
     logits = output.logits[0] if narrowed else output.logits.flatten(0, 1)[chosen]
@@ -505,12 +522,11 @@ def forward(
         distribution = _log_distribution(logits, temperature)
         return distribution.gather(-1, targets[:, None])[:, 0], _entropy(distribution)
 
-    parts = zip(torch.split(logits, chunk), torch.split(ids[:, 1:][where], chunk))
+    parts = zip(torch.split(logits, chunk), torch.split(targets, chunk))
     measured = [torch.cat(part) for part in zip(*(checkpoint(measure, *part, use_reentrant=False) for part in parts))]
     if isinstance(output, Output):
         measured.append(output.values.flatten()[chosen])
-    logps, entropies, *rest = (torch.zeros(where.shape, device=ids.device).masked_scatter(where, m) for m in measured)
-    return logps, entropies, rest[0] if rest else None
+    return measured
 
 
 @contextmanager

@@ -85,8 +85,10 @@ class Fleet:
         self.seconds, self.retries, self.pause = seconds, retries, pause
         self.version: str | None = None
         """Version of the weights that are served; None: unknown ones."""
+        self.adapter = False
+        """True if they are an adapter, on top of the weights that the engines were started with."""
         self._folder = ""
-        self._verify: Verify = lambda engine: None
+        self._verify_again: Verify = lambda engine: None
         self._reviving = [threading.Lock() for _ in engines]
         self._warned: set[str] = set()
 
@@ -94,23 +96,42 @@ class Fleet:
         """Compare every engine with what the run needs; see `Engine.check`."""
         self._on_each([partial(engine.check, expected, seconds=self.seconds) for engine in self.engines])
 
-    def serve(self, folder: str, version: str, verify: Verify, *, load: bool = True) -> None:
+    def serve(
+        self,
+        folder: str,
+        version: str,
+        verify: Verify,
+        *,
+        again: Verify | None = None,
+        load: bool = True,
+        adapter: bool = False,
+    ) -> None:
         """Make all engines serve the weights in a folder.
 
         Args:
             folder: as the engines see it; it has to stay until the next call.
             version: name of these weights, never used before.
-            verify: called for each engine, also for one that gets the weights again later.
+            verify: called for each engine.
+            again: called for one that gets the weights again later, from any thread. Default: ``verify``.
             load: False if another process has done it.
+            adapter: the folder holds a LoRA adapter, not whole weights.
 
         Raises:
             EngineError: an engine did not load them, or does not pass the check.
         """
-        self.version, self._folder, self._verify = None, folder, verify
+        self.version, self.adapter, self._folder, self._verify_again = None, adapter, folder, again or verify
         self._warned.clear()
         if load:
-            self._on_each([partial(self._load, engine, version) for engine in self.engines])
+            self._on_each([partial(self._load, engine, version, verify) for engine in self.engines])
         self.version = version
+
+    def sleep(self) -> None:
+        """Have all engines free the memory of their GPUs, once nothing is asked of them any more."""
+        self._on_each([partial(engine.sleep, seconds=self.seconds) for engine in self.engines])
+
+    def wake(self) -> None:
+        """Have all engines take up again what they had before `sleep`."""
+        self._on_each([partial(engine.wake, seconds=self.seconds) for engine in self.engines])
 
     def ask(self, requests: Sequence[Request], *, places: Sequence[int]) -> list[Answer]:
         """Get the answers to requests, all at the same time.
@@ -165,9 +186,10 @@ class Fleet:
             self._warned.add(text)
             logger.warning("%s", text)
 
-    def _load(self, engine: Engine, version: str) -> None:
-        engine.load(self._folder, version, seconds=LOAD_FACTOR * self.seconds)
-        self._verify(engine)
+    def _load(self, engine: Engine, version: str, verify: Verify) -> None:
+        load = engine.load_adapter if self.adapter else engine.load
+        load(self._folder, version, seconds=LOAD_FACTOR * self.seconds)
+        verify(engine)
 
     def _revive(self, i: int, version: str) -> None:
         """Give an engine the weights again, once for all threads that have found it without them."""
@@ -179,7 +201,7 @@ class Fleet:
                 return
         try:
             self._warn(f"{self.engines[i].name} has other weights: loading this run's again")
-            self._load(self.engines[i], version)
+            self._load(self.engines[i], version, self._verify_again)
         finally:
             lock.release()
 
@@ -236,6 +258,10 @@ class ServedBackend:
         temperature: temperature of the sampling.
         context_limit: largest number of tokens per row.
         score: measure log-probabilities and entropies of each turn here, for schedules that decide by them.
+        pinned: the engines' weights stay while the model's may change, and nothing is measured here.
+
+    Raises:
+        ValueError: the temperature is not positive, or a pinned backend is to measure turns.
     """
 
     def __init__(
@@ -248,9 +274,12 @@ class ServedBackend:
         temperature: float,
         context_limit: int,
         score: bool = False,
+        pinned: bool = False,
     ) -> None:
         if temperature <= 0:
             raise ValueError(f"temperature must be positive, got {temperature}; for greedy turns pass no rngs")
+        if score and pinned:
+            raise ValueError("turns of pinned weights cannot be measured by a model whose weights change")
         self.fleet = fleet
         self.model = model
         self.stop_ids = tuple(sorted(stop_ids))
@@ -258,6 +287,7 @@ class ServedBackend:
         self.temperature = temperature
         self.context_limit = context_limit
         self.score = score
+        self.pinned = pinned
 
     def open(self, contexts: Sequence[Sequence[int]] = ()) -> ServedSession:
         """Open a session whose rows 0, 1, ... begin with ``contexts``."""
@@ -333,7 +363,8 @@ class ServedSession:
         Raises `ContextOverflow`, `StaleSession` and `engine.EngineError`; then no row has changed.
         """
         backend = self._backend
-        if weights_version(backend.model) != self._weights or backend.fleet.version != self._version:
+        moved = not backend.pinned and weights_version(backend.model) != self._weights
+        if moved or backend.fleet.version != self._version:
             raise StaleSession("the weights changed after this session was opened; open a new one")
         if full := [row for row in rows if self.room(row) < 1]:
             raise ContextOverflow(f"rows {full} have reached the limit of {backend.context_limit} tokens")
@@ -373,6 +404,7 @@ class ServedSession:
             limit=min(backend.max_new_tokens, self.room(row)),
             temperature=0.0 if greedy else backend.temperature,
             seed=seed,
+            adapter=backend.fleet.adapter,
         )
 
     def _insert(self, ids: list[int], place: int) -> int:

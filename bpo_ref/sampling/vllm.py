@@ -2,7 +2,8 @@
 
 Written against vLLM 0.32 and tested with it (the CPU build): ``/inference/v1/generate`` takes and gives token ids and
 tells the version of the weights of every token; ``/pause``, ``/collective_rpc`` with ``reload_weights``,
-``/update_weight_version`` and ``/resume`` change the weights. `SERVE` is the command that starts such a server.
+``/update_weight_version`` and ``/resume`` change the weights; for adapters ``/v1/load_lora_adapter`` replaces
+``reload_weights``. `SERVE` is the command that starts such a server, `SERVE_ADAPTERS` that of one for adapters.
 
 What this module promises: every call has a deadline for all of it, also for answers that come byte by byte; what comes
 is untrusted until read. vLLM's defaults do not matter: each request sets every filter of tokens, and ends turns by the
@@ -15,6 +16,7 @@ import http.client
 import json
 import socket
 import time
+from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -23,6 +25,7 @@ from bpo_ref.sampling.engine import (
     BadAnswer,
     EngineUnavailable,
     Expected,
+    OtherWeights,
     Request,
     Span,
     WrongEngine,
@@ -33,6 +36,12 @@ SERVE = (
     "--logprobs-mode processed_logprobs"
 )
 """Command that starts a server; FOLDER is what ``python -m bpo_ref.sampling.weights MODEL FOLDER`` writes."""
+SERVE_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 " + SERVE + " --enable-lora --max-lora-rank RANK"
+"""The same for adapters; RANK is ``lora_r``, or the next larger of 8, 16, 32, 64, 128, 256."""
+DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
+"""Without it a server does not let its weights be changed."""
+RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+"""Without it a server does not load adapters."""
 LOADING = "loading"
 """Version of weights that are being loaded: no run asks for it."""
 MOST_BYTES = 2**26
@@ -62,6 +71,8 @@ class VllmEngine:
         self.name = url.rstrip("/")
         self._parts = parts
         self._model: str | None = None
+        self._adapters: set[str] = set()
+        """Versions of adapters that it was given."""
 
     def check(self, expected: Expected, *, seconds: float) -> None:
         """Compare context length, tokenizer and the kind of log-probabilities; see `Engine.check`."""
@@ -70,7 +81,7 @@ class VllmEngine:
         length = served.get("max_model_len")
         if not isinstance(length, int) or length < expected.context:
             raise WrongEngine(f"{self.name}: expected a context of at least {expected.context} tokens, found {length}")
-        if self._call("GET", "/weight_info", None, end, missing="VLLM_SERVER_DEV_MODE=1") is None:
+        if self._call("GET", "/weight_info", None, end, missing=DEVELOPER) is None:
             raise BadAnswer(f"{self.name}: expected the version of its weights, found nothing")
         asked = {"model": served["id"], "prompt": expected.text, "add_special_tokens": False}
         tokens = _part(self._call("POST", "/tokenize", asked, end), "tokens", list, self.name)
@@ -79,16 +90,26 @@ class VllmEngine:
             raise WrongEngine(
                 f"{self.name}: it has another tokenizer: expected {expected.tokens} for {text}, found {tokens}"
             )
-        if any(temperature != 1.0 for temperature in expected.temperatures):
-            config = _part(
-                self._call("GET", "/server_info?config_format=json", None, end), "vllm_config", dict, self.name
+        tempered = any(temperature != 1.0 for temperature in expected.temperatures)
+        if not (tempered or expected.rank or expected.sleeps):
+            return
+        found = self._call("GET", "/server_info?config_format=json", None, end, missing=DEVELOPER)
+        config = _part(found, "vllm_config", dict, self.name)
+        model = _part(config, "model_config", dict, self.name)
+        if expected.sleeps and not model.get("enable_sleep_mode"):
+            raise WrongEngine(f"{self.name}: expected a server that can sleep (start it with --enable-sleep-mode)")
+        mode = model.get("logprobs_mode")
+        if tempered and mode != "processed_logprobs":
+            raise WrongEngine(
+                f"{self.name}: expected log-probabilities of the tempered distribution (start it with "
+                f"--logprobs-mode processed_logprobs), found {mode}"
             )
-            mode = _part(config, "model_config", dict, self.name).get("logprobs_mode")
-            if mode != "processed_logprobs":
-                raise WrongEngine(
-                    f"{self.name}: expected log-probabilities of the tempered distribution (start it with "
-                    f"--logprobs-mode processed_logprobs), found {mode}"
-                )
+        rank = (config.get("lora_config") or {}).get("max_lora_rank", 0)
+        if rank < expected.rank:
+            raise WrongEngine(
+                f"{self.name}: expected adapters of rank {expected.rank} (start it with {RUNTIME_ADAPTERS}, "
+                f"--enable-lora and --max-lora-rank), found {f'rank {rank} at most' if rank else 'none'}"
+            )
 
     def generate(self, request: Request, *, seconds: float) -> Answer:
         """Sample a turn; see `Engine.generate`."""
@@ -100,13 +121,20 @@ class VllmEngine:
             "stop_token_ids": list(request.stop_ids),
         }
         body = {
-            "model": self._model or self._served(end)["id"],
+            "model": request.version if request.adapter else self._model or self._served(end)["id"],
             "request_id": request.key,
             "token_ids": request.ids,
             "sampling_params": sampling,
             "cache_salt": request.version,
         }
-        found = self._call("POST", "/inference/v1/generate", body, end, missing="--enable-scale-out")
+        try:
+            found = self._call("POST", "/inference/v1/generate", body, end, missing="--enable-scale-out")
+        except _UnknownModel as error:
+            if not request.adapter:
+                raise
+            raise OtherWeights(
+                f"{self.name}: has no adapter {request.version}: it was started again ({error})"
+            ) from error
         choices = _part(found, "choices", list, self.name)
         if len(choices) != 1:
             raise BadAnswer(f"{self.name}: expected one turn for one request, found {len(choices)}")
@@ -136,29 +164,68 @@ class VllmEngine:
 
     def load(self, folder: str, version: str, *, seconds: float) -> None:
         """Pause, load, name the version, resume; see `Engine.load`."""
+
+        def change(end: float) -> None:
+            reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+            self._call("POST", "/collective_rpc", reload, end, missing=DEVELOPER)
+
+        self._change(version, change, seconds)
+
+    def load_adapter(self, folder: str, version: str, /, *, seconds: float) -> None:
+        """Pause, replace the adapter, name the version, resume; see `Engine.load_adapter`.
+
+        The version is the adapter's name, so that none but this one answers, and also that of the weights, so that
+        tokens show it if somebody has changed those below.
+        """
+
+        def change(end: float) -> None:
+            for name in {model["id"] for model in self._listed(end)} & {*self._adapters, version}:
+                self._call("POST", "/v1/unload_lora_adapter", {"lora_name": name}, end, plain=True)
+            loaded = {"lora_name": version, "lora_path": folder}
+            self._call("POST", "/v1/load_lora_adapter", loaded, end, missing=RUNTIME_ADAPTERS, plain=True)
+            self._adapters = {version}
+
+        self._change(version, change, seconds)
+
+    def sleep(self, *, seconds: float) -> None:
+        """Move the weights to the CPU and discard the caches; see `Engine.sleep`."""
+        self._call("POST", "/sleep?level=1", None, time.monotonic() + seconds, missing=DEVELOPER)
+
+    def wake(self, *, seconds: float) -> None:
+        """Move the weights back; see `Engine.wake`."""
         end = time.monotonic() + seconds
-        dev = "VLLM_SERVER_DEV_MODE=1"
-        self._call("POST", "/pause?mode=wait", None, end, missing=dev)
+        if _part(self._call("GET", "/is_sleeping", None, end, missing=DEVELOPER), "is_sleeping", bool, self.name):
+            self._call("POST", "/wake_up", None, end)
+
+    def _change(self, version: str, change: Callable[[float], None], seconds: float) -> None:
+        """Change the weights while nothing is sampled, by a function of the deadline, and name their version."""
+        end = time.monotonic() + seconds
+        self._call("POST", "/pause?mode=wait", None, end, missing=DEVELOPER)
         # If loading fails, the weights may be half changed: they must not bear the name of the old ones.
-        self._call("POST", "/update_weight_version", {"new_version": LOADING}, end, missing=dev)
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        self._call("POST", "/update_weight_version", {"new_version": LOADING}, end, missing=DEVELOPER)
         try:
-            self._call("POST", "/collective_rpc", reload, end, missing=dev)
+            change(end)
             self._call("POST", "/update_weight_version", {"new_version": version}, end)
         finally:
             self._call("POST", "/resume", None, max(end, time.monotonic() + 1.0))
 
     def _served(self, end: float) -> dict[str, Any]:
-        """The model that is served."""
-        listed = _part(self._call("GET", "/v1/models", None, end), "data", list, self.name)
-        base = [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
-        if not base:
-            raise BadAnswer(f"{self.name}: expected the name of the model it serves, found {str(listed)[:200]}")
-        self._model = base[0]["id"]
-        found: dict[str, Any] = base[0]
+        """The model that is served; adapters are listed after it."""
+        found = self._listed(end)[0]
+        self._model = found["id"]
         return found
 
-    def _call(self, method: str, path: str, body: Any, end: float, *, missing: str | None = None) -> Any:
+    def _listed(self, end: float) -> list[dict[str, Any]]:
+        """The model that is served, and its adapters."""
+        listed = _part(self._call("GET", "/v1/models", None, end), "data", list, self.name)
+        models = [model for model in listed if isinstance(model, dict) and isinstance(model.get("id"), str)]
+        if not models:
+            raise BadAnswer(f"{self.name}: expected the name of the model it serves, found {str(listed)[:200]}")
+        return models
+
+    def _call(
+        self, method: str, path: str, body: Any, end: float, *, missing: str | None = None, plain: bool = False
+    ) -> Any:
         """Ask the server; returns what its JSON says.
 
         Args:
@@ -167,6 +234,7 @@ class VllmEngine:
             body: sent as JSON; None: nothing.
             end: deadline, of the monotonic clock.
             missing: what a server without this path was not started with.
+            plain: the answer is a sentence for people and is not read.
 
         Raises:
             EngineUnavailable: no answer in time, or a server error.
@@ -191,16 +259,22 @@ class VllmEngine:
         finally:
             connection.close()
         told = text[:300].decode(errors="replace")
-        if response.status == 404 and missing is not None and "does not exist" not in told:
+        if response.status == 404 and "does not exist" in told:
+            raise _UnknownModel(f"{self.name}: refuses {path} with status 404: {told}")
+        if response.status == 404 and missing is not None:
             raise WrongEngine(f"{self.name}: does not know {path}: start it with {missing}")
         if response.status >= 500 or response.status in (408, 429):
             raise EngineUnavailable(f"{self.name}: {path} failed with status {response.status}: {told}")
         if response.status != 200:
             raise WrongEngine(f"{self.name}: refuses {path} with status {response.status}: {told}")
         try:
-            return json.loads(text) if text else None
+            return json.loads(text) if text and not plain else None
         except ValueError as error:
             raise BadAnswer(f"{self.name}: expected JSON from {path}, found {told!r}") from error
+
+
+class _UnknownModel(WrongEngine):
+    """The server does not know a model, or adapter, of that name."""
 
 
 def _read(response: http.client.HTTPResponse, connected: socket.socket, end: float) -> bytes:

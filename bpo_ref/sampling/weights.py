@@ -6,9 +6,11 @@ What this module promises:
 
 1. What is written is a plain model in safetensors: adapters merged, and without tied weights. A model with tied ones is
    saved without an output layer; vLLM 0.32 then answers that it has loaded the file, and keeps the old output layer.
-2. `Proof` compares log-probabilities of the engine with the trainer's, on tokens that the engine samples, and refuses
+2. An adapter that travels alone is written as PEFT does; below it engines have the weights that they were started with.
+3. `Proof` compares log-probabilities of the engine with the trainer's, on tokens that the engine samples, and refuses
    an engine that differs by more than a tolerance. It cannot see what a small step does not change; so before the first
-   weights of a run an engine gets `rolled` ones, with which every weight that it keeps makes a difference.
+   weights of a run an engine gets `rolled` ones, with which every weight that it keeps makes a difference; or
+   adapters, `shaken` ones, with which every layer makes a difference that it leaves as it was.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import replaced
@@ -39,7 +42,7 @@ def plain_weights(model: CausalLM) -> tuple[CausalLM, dict[str, Tensor]]:
     bare = model.get_base_model() if hasattr(model, "peft_config") else model
     adapted = {name: module for name, module in bare.named_modules() if hasattr(module, "get_delta_weight")}
     weights = {}
-    for name, tensor in bare.state_dict().items():
+    for name, tensor in _state(bare):
         if any(f".{part}" in name for part in ("lora_A", "lora_B", "lora_embedding", "lora_magnitude")):
             continue
         name = name.replace(".base_layer.", ".")
@@ -49,6 +52,15 @@ def plain_weights(model: CausalLM) -> tuple[CausalLM, dict[str, Tensor]]:
             tensor = (tensor.float() + change.float()).to(tensor.dtype)
         weights[name] = tensor.detach()
     return bare, weights
+
+
+def _state(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+    """The entries of a model's ``state_dict``, which of a sharded model would not be the gathered weights."""
+    yield from model.named_parameters(remove_duplicate=False)
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
 
 
 @torch.no_grad()
@@ -76,6 +88,18 @@ def write_weights(model: CausalLM, folder: Path, *, dtype: torch.dtype) -> None:
         path.write_text(json.dumps(config, indent=2))
 
 
+def write_adapter(model: CausalLM, folder: Path) -> None:
+    """Write a model's adapters, and nothing else.
+
+    Args:
+        model: with adapters, all of whose weights are in this process.
+        folder: replaced, if it is there.
+    """
+    with replaced(folder) as fresh:
+        # given, for to ask a sharded model for its state would shard it again; and the Hub is not asked about the base
+        model.save_pretrained(fresh, state_dict=dict(model.named_parameters()), save_embedding_layers=False)
+
+
 @contextmanager
 def rolled(model: CausalLM) -> Iterator[None]:
     """Have the rows of every weight moved by one within the context: another function, and exactly undone."""
@@ -91,6 +115,27 @@ def rolled(model: CausalLM) -> Iterator[None]:
         yield
     finally:
         move(-1)
+
+
+@contextmanager
+def shaken(model: CausalLM) -> Iterator[None]:
+    """Have random adapters within the context, each as large as the weight that it is added to; exactly undone."""
+    weights = [weight for name, weight in model.named_parameters() if ".lora_" in name]
+    kept = [weight.detach().clone() for weight in weights]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in weights:
+            weight.copy_(torch.randn(weight.shape, generator=generator))
+        for module in model.modules():
+            if hasattr(module, "get_delta_weight"):
+                change, base = module.get_delta_weight("default"), module.get_base_layer().weight
+                module.lora_B["default"].weight.mul_(base.float().norm() / change.float().norm())
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for weight, old in zip(weights, kept, strict=True):
+                weight.copy_(old)
 
 
 @dataclass(frozen=True)
@@ -111,15 +156,22 @@ class Proof:
     seconds: float
     tokens: int = 16
 
-    def __call__(self, engine: Engine, model: CausalLM, version: str) -> float:
+    def __call__(self, engine: Engine, model: CausalLM, version: str, *, adapter: bool = False) -> float:
         """Return the mean difference.
+
+        Args:
+            engine: to be checked.
+            model: the weights that it should have.
+            version: of the weights.
+            adapter: whether only an adapter was sent.
 
         Raises:
             EngineError: it is larger than the tolerance.
         """
         apart: list[float] = []
         for seed, row in enumerate(self.rows):
-            request = Request(list(row), version, (), self.tokens, self.temperature, seed, key=uuid.uuid4().hex)
+            key = uuid.uuid4().hex
+            request = Request(list(row), version, (), self.tokens, self.temperature, seed, key, adapter)
             answer = engine.generate(request, seconds=self.seconds)
             checked(answer, request, engine=engine.name, vocabulary=model.config.vocab_size)
             with torch.no_grad(), evaluating(model):
@@ -131,8 +183,8 @@ class Proof:
                 f"{engine.name} says that it has loaded the weights {version}, but its log-probabilities of "
                 f"{len(apart)} tokens differ from the trainer's by {mean:.2g} nats on average (largest: "
                 f"{max(apart):.2g}), and server_tolerance is {self.tolerance:g}: it serves another model, has kept "
-                "some of its weights (start it with a folder that python -m bpo_ref.sampling.weights writes), or "
-                "computes in another dtype"
+                "some of its weights (start it with a folder that python -m bpo_ref.sampling.weights writes"
+                f"{', of the model that this run began with' if adapter else ''}), or computes in another dtype"
             )
         return mean
 
@@ -145,10 +197,23 @@ class Publisher:
         folder: shared with the engines, who see it under the same path.
         proof: that they have the weights.
         dtype: of the weights as written.
+        adapters: send adapters alone, to engines that were started with the weights below them.
+        pinned: the engines go on with these weights while the model's change: one that has to get them again is
+            compared with what is written.
     """
 
-    def __init__(self, fleet: Fleet, folder: Path, proof: Proof, *, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        folder: Path,
+        proof: Proof,
+        *,
+        dtype: torch.dtype,
+        adapters: bool = False,
+        pinned: bool = False,
+    ) -> None:
         self.fleet, self.folder, self.proof, self.dtype = fleet, folder.resolve(), proof, dtype
+        self.adapters, self.pinned = adapters, pinned
         self._name = uuid.uuid4().hex[:12]
         self._count = 0
         self._published: tuple[CausalLM, int] | None = None
@@ -165,7 +230,7 @@ class Publisher:
             EngineError: an engine does not have them.
         """
         if self._published is None:
-            with rolled(model):
+            with shaken(model) if self.adapters else rolled(model):
                 self._serve(model)
         version = self._serve(model)
         self._published = model, weights_version(model)
@@ -173,7 +238,8 @@ class Publisher:
 
     def follow(self, model: CausalLM, version: str) -> None:
         """Note what another process has published."""
-        self.fleet.serve(str(self.folder / version), version, self._verify(model, version), load=False)
+        verify = self._verify_again(model, version)
+        self.fleet.serve(str(self.folder / version), version, verify, load=False, adapter=self.adapters)
         self._published = model, weights_version(model)
 
     def close(self) -> None:
@@ -184,8 +250,12 @@ class Publisher:
     def _serve(self, model: CausalLM) -> str:
         version = f"{self._name}-{self._count}"
         self._count += 1
-        write_weights(model, self.folder / version, dtype=self.dtype)
-        self.fleet.serve(str(self.folder / version), version, self._verify(model, version))
+        if self.adapters:
+            write_adapter(model, self.folder / version)
+        else:
+            write_weights(model, self.folder / version, dtype=self.dtype)
+        verify, again = self._verify(model, version), self._verify_again(model, version)
+        self.fleet.serve(str(self.folder / version), version, verify, again=again, adapter=self.adapters)
         for folder in self.folder.glob(f"{self._name}-*"):
             if folder.name != version:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -193,7 +263,18 @@ class Publisher:
 
     def _verify(self, model: CausalLM, version: str) -> Verify:
         def verify(engine: Engine) -> None:
-            self.proof(engine, model, version)
+            self.proof(engine, model, version, adapter=self.adapters)
+
+        return verify
+
+    def _verify_again(self, model: CausalLM, version: str) -> Verify:
+        """Check of an engine that gets the weights again, maybe while those of the model change."""
+        if not self.pinned:
+            return self._verify(model, version)
+
+        def verify(engine: Engine) -> None:
+            written = AutoModelForCausalLM.from_pretrained(self.folder / version, dtype=self.dtype)
+            self.proof(engine, written.eval(), version)
 
         return verify
 

@@ -3,6 +3,7 @@
     envs = Envs(lambda: gym.make("sandboxgym/ALFWorld-v0"))
     with ChatEndpoint.connect("http://localhost:8000/v1", "my-model") as policy:
         trees = rollout(envs, policy, TopEntropy(2, width=3), tasks=range(8))
+        trees = asyncio.run(rollout_async(envs, policy.each, TopEntropy(2, width=3), tasks=range(8)))  # the same ones
 
 What this module promises:
 
@@ -13,13 +14,15 @@ What this module promises:
    be the one at the request's temperature.
 4. `Action.entropy` is that of the first token, from its ``top_logprobs``, with all other tokens counted as one. This is
    a lower bound: the uncertainty among the other tokens is missing.
-5. Connections of a client made by `ChatEndpoint.connect` are closed by `ChatEndpoint.close` or after ``with``.
+5. Connections of a client made by `ChatEndpoint.connect` are closed by `ChatEndpoint.close` or after ``with``, as are
+   the threads of `ChatEndpoint.each`, once their requests have ended.
 
 Needs ``pip install "sandboxgym[openai]"``.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -85,6 +88,7 @@ class ChatEndpoint:
             raise ValueError(f"expected at least one request at a time, found concurrency={concurrency}")
         self.client, self.model, self.concurrency = client, model, concurrency
         self._owns_client = False
+        self._threads: ThreadPoolExecutor | None = None
         self._start = ({"role": "system", "content": system},) if system else ()
         self._show, self._read, self._prompt, self._top_logprobs = show, read, prompt, top_logprobs
         self._options = options if max_tokens is None else {"max_tokens": max_tokens, **options}
@@ -122,7 +126,10 @@ class ChatEndpoint:
         return made
 
     def close(self) -> None:
-        """Close the connections of a client that `connect` made. Idempotent."""
+        """Close the connections of a client that `connect` made, and threads. Idempotent."""
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+            self._threads = None
         if self._owns_client:
             self.client.close()
 
@@ -144,6 +151,16 @@ class ChatEndpoint:
             min(self.concurrency, len(contexts) or 1), thread_name_prefix="sandboxgym-chat"
         ) as executor:
             return list(executor.map(self._decide, contexts, seeds))
+
+    async def each(self, context: Context) -> Action | None:
+        """The action for one context, as an `sandboxgym.tree.AsyncPolicy`; the rest is that of a call.
+
+        A request of a call that is cancelled runs to its end, or to the client's timeout, in its thread.
+        """
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(self.concurrency, thread_name_prefix="sandboxgym-chat")
+        seed = int(context.rng.integers(2**31))
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._decide, context, seed)
 
     def _decide(self, context: Context, seed: int) -> Action | None:
         past: tuple[Any, ...] = context.memory or (() if self._prompt else self._start)

@@ -92,6 +92,8 @@ class Edge:
     """Estimated advantage of this action over the policy's average action here: 0 in expectation."""
     luck: float = field(default=0.0, kw_only=True)
     """Part of ``value`` that is luck of the decisions after this one, backed up from their ``control``."""
+    ratio: float = field(default=1.0, kw_only=True)
+    """Probability of the action under the policy that is trained over that under an earlier one that sampled it."""
     advantage: float = 0.0
     weight: float = 1.0
     data: Any = None

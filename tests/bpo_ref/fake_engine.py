@@ -63,6 +63,11 @@ class FakeServer:
     """Weights that it silently does not load."""
     load_fault: Callable[[int], bool] = lambda number: False
     """Whether the n-th loading of weights fails."""
+    sleeps: bool = False
+    """Whether it can sleep."""
+    slept: int = 0
+    rank: int = 0
+    """Largest rank of adapters; 0: it takes none."""
     port: int = 0
     requests: list[dict[str, Any]] = field(default_factory=list)
     loads: int = 0
@@ -77,7 +82,9 @@ class FakeServer:
         if self.weights.config.tie_word_embeddings:  # as a server that was started from an untied copy
             head = self.weights.get_output_embeddings()
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
-        self.version, self.paused, self.turns = "default", False, 0
+        self.adapters: dict[str, Any] = {}
+        """Models with the adapters of these names."""
+        self.version, self.paused, self.asleep, self.turns = "default", False, False, 0
         self.changed = threading.Condition()
         self.closing = threading.Event()
         self.http = ThreadingHTTPServer(("127.0.0.1", self.port), _Handler)
@@ -107,13 +114,24 @@ class FakeServer:
     def answer(self, path: str, body: Any) -> Any:
         """The answer to anything but a request for a turn."""
         if path == "/v1/models":
-            return {"data": [{"id": "policy", "max_model_len": self.context}]}
+            return {
+                "data": [{"id": "policy", "max_model_len": self.context}, *({"id": name} for name in self.adapters)]
+            }
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/tokenize":
             return {"tokens": self.tokenizer(body["prompt"], add_special_tokens=False)["input_ids"]}
         if path == "/server_info":
-            return {"vllm_config": {"model_config": {"logprobs_mode": self.logprobs_mode}}}
+            lora = {"max_lora_rank": self.rank} if self.rank else None
+            model = {"logprobs_mode": self.logprobs_mode, "enable_sleep_mode": self.sleeps}
+            return {"vllm_config": {"model_config": model, "lora_config": lora}}
+        if path == "/is_sleeping":
+            return {"is_sleeping": self.asleep}
+        if path in ("/sleep", "/wake_up"):
+            assert self.sleeps and not self.turns
+            self.asleep = path == "/sleep"
+            self.slept += self.asleep
+            return {}
         if path in ("/pause", "/resume"):
             with self.changed:
                 self.paused = path == "/pause"
@@ -127,9 +145,31 @@ class FakeServer:
             assert self.paused
             self.load(Path(body["kwargs"]["weights_path"]))
             return {"results": [None]}
+        if path == "/v1/load_lora_adapter":
+            assert self.paused and body["lora_name"] not in self.adapters
+            self.adapters[body["lora_name"]] = self.adapted(Path(body["lora_path"]))
+            return b"Success"
+        if path == "/v1/unload_lora_adapter":
+            del self.adapters[body["lora_name"]]
+            return b"Success"
         raise KeyError(path)
 
+    def adapted(self, folder: Path) -> Any:
+        """The weights with an adapter added to them, but for those that it silently keeps."""
+        self.loads += 1
+        config = json.loads((folder / "adapter_config.json").read_text())
+        assert config["r"] <= self.rank
+        parts, model = load_file(folder / "adapter_model.safetensors"), copy.deepcopy(self.weights)
+        for name, low in parts.items():
+            module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+            if module != name.removeprefix("base_model.model.") and not self.keeps(module):
+                high = parts[name.replace("lora_A", "lora_B")]
+                with torch.no_grad():
+                    model.get_submodule(module).weight.add_(config["lora_alpha"] / config["r"] * high @ low)
+        return model
+
     def load(self, folder: Path) -> None:
+        assert not self.asleep
         number, self.loads = self.loads, self.loads + 1
         new = load_file(folder / "model.safetensors")
         if self.load_fault(number):  # in the middle
@@ -143,6 +183,7 @@ class FakeServer:
 
     def turn(self, body: dict[str, Any]) -> dict[str, Any]:
         """Sample a turn, once the server is not paused."""
+        assert not self.asleep
         with self.changed:
             self.changed.wait_for(lambda: not self.paused)
             self.turns += 1
@@ -158,9 +199,10 @@ class FakeServer:
         sampling, ids = body["sampling_params"], list(body["token_ids"])
         assert sampling["ignore_eos"] and sampling["top_p"] == 1.0 and sampling["top_k"] == 0
         rng, content = np.random.default_rng(sampling["seed"]), []
+        model = self.adapters.get(body["model"], self.weights)
         while True:
             with self.lock, torch.no_grad():
-                logits = self.weights(torch.tensor([ids])).logits[0, -1].double()
+                logits = model(torch.tensor([ids])).logits[0, -1].double()
             logps = torch.log_softmax(logits / (sampling["temperature"] or 1.0), -1)
             if sampling["temperature"]:
                 token = int(np.searchsorted(logps.exp().cumsum(-1).numpy(), rng.random()).clip(max=len(logps) - 1))
@@ -212,6 +254,8 @@ class _Handler(BaseHTTPRequestHandler):
                     return None
                 if fault.latency and fake.closing.wait(fault.latency):
                     return None
+                if body["model"] not in ("policy", *fake.adapters):
+                    return self.send(404, b'{"error": {"message": "The model `x` does not exist."}}')
                 answer = fake.turn(body)
                 if fault.alter is not None:
                     fault.alter(answer)
@@ -219,7 +263,8 @@ class _Handler(BaseHTTPRequestHandler):
                 answer = fake.answer(path, body)
         except Exception as error:
             return self.send(500, json.dumps({"error": {"message": str(error)}}).encode())
-        data = json.dumps(answer).encode() if fault.body is None else fault.body
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        data = data if fault.body is None else fault.body
         if fake.closing.is_set():
             return None
         return self.send(fault.status, data, fault)

@@ -51,24 +51,28 @@ def told(trees: list[RolloutTree]) -> list[Any]:
     return [(tree.task, edge.action.text, edge.action.data.ids, edge.reward) for tree in trees for edge in tree.edges()]
 
 
-def moved(trainer: Trainer, seed: int) -> None:
-    """Change all weights, as an update would."""
+def moved(trainer: Trainer, seed: int, *, adapters: bool = False) -> None:
+    """Change all weights, or those of the adapters, as an update would."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for weight in trainer.session.policy.parameters():
+        for weight in (w for w in trainer.session.policy.parameters() if w.requires_grad or not adapters):
             weight.add_(0.1 * torch.randn(weight.shape, generator=generator))
 
 
-def assert_greedy_trees_are_equal(here: Trainer, there: Trainer) -> None:
-    """Trees of the sampler in the process and of servers are equal, with the same log-probabilities, thrice."""
+def assert_greedy_trees_are_equal(here: Trainer, there: Trainer, *, adapters: bool = False) -> None:
+    """Trees of the sampler in the process and of servers are equal, with the same log-probabilities, thrice.
+
+    Adapters that were changed three times are so large that they amplify rounding.
+    """
+    apart = 2e-4 if adapters else 1e-4
     for update in range(3):
         for trainer in (here, there):
-            moved(trainer, update)
+            moved(trainer, update, adapters=adapters)
         mine, theirs = (trainer._rollouts((update,)) for trainer in (here, there))
         assert told(mine) == told(theirs)
         for a, b in zip((e for t in mine for e in t.edges()), (e for t in theirs for e in t.edges()), strict=True):
             assert a.action.data.logps == pytest.approx(b.action.data.logps, abs=1e-4)
-            assert a.action.data.logps == pytest.approx(b.action.data.sampler_logps, abs=1e-4)
+            assert a.action.data.logps == pytest.approx(b.action.data.sampler_logps, abs=apart)
             assert a.action.data.entropies == pytest.approx(b.action.data.entropies, abs=1e-4)
     for trainer in (here, there):
         trainer.session.close()

@@ -19,6 +19,7 @@ from test_train import metrics, results_of
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from bpo_ref.args import Args, parse_args, resolved
+from bpo_ref.config import ConfigError
 from bpo_ref.experiments import gpu_memory
 from bpo_ref.experiments.gpu_memory import SHAPES, Shape, memory, shape_of
 from bpo_ref.learning.models import add_adapter, load_policy
@@ -96,6 +97,19 @@ def test_accelerate_reads_its_configurations(path: Path) -> None:
     if path.stem == "zero3":
         assert config.deepspeed_config["zero_stage"] == 3 and not config.deepspeed_config["zero3_init_flag"]
         assert config.distributed_type == "DEEPSPEED"
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_every_configuration_goes_with_servers(path: Path) -> None:
+    given = ["--config", str(path), "--backend", "vllm", "--server", "http://a:8000", "http://a:8001"]
+    assert resolved(parse_args(given)).server_sends == "weights"
+    assert resolved(parse_args([*given, "--lora-r", "32", "--server-sends", "adapters"])).lora_r == 32
+    for wrong, message in [
+        (["--server-sends", "adapters"], "server_sends: adapters go with backend=vllm and lora_r, found .*lora_r=0"),
+        (["--lora-r", "32", "--server-sends", "adapters", "--sft-steps", "9"], "server_sends: .*which SFT changes"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            parse_args([*given, *wrong])
 
 
 # Memory.
@@ -213,3 +227,47 @@ def test_the_documented_table_is_what_the_command_prints(capsys: pytest.CaptureF
     printed = capsys.readouterr().out
     page = (CONFIGS.parents[1] / "docs" / "training.md").read_text()
     assert printed in page, f"docs/training.md lacks what python -m bpo_ref.experiments.gpu_memory prints:\n{printed}"
+
+
+LONG = ("--config", str(CONFIGS / "swebench-qwen2.5-7b.yaml"), "--context", "32768", "--micro-tokens", "16384")
+
+
+def test_the_documented_memory_of_long_contexts_is_what_is_counted() -> None:
+    args = resolved(parse_args(LONG))
+    lines = gpu_memory.long_contexts(args, SHAPES[args.model], leaves=13)
+    assert len(lines) == 4
+    page = (CONFIGS.parents[1] / "docs" / "generation.md").read_text()
+    assert "\n".join(lines) in page, "docs/generation.md lacks:\n" + "\n".join(lines)
+
+
+def test_a_row_in_parts_needs_the_activations_of_a_part_and_the_keys_of_the_tree() -> None:
+    shape = SHAPES["Qwen/Qwen2.5-7B-Instruct"]
+    split, whole, short = (
+        memory(resolved(parse_args([*LONG, *more])), shape, layout="ddp", gpus=8)["update: blocks"]
+        for more in ((), ("--long-rows", "whole"), ("--context", "16384"))
+    )
+    assert whole == 2 * short
+    tokens = gpu_memory.tree_tokens(32768, gpu_memory.most_rows(resolved(parse_args(LONG))), shared=0.5)
+    assert split == short + 2 * tokens * 28 * 2 * 4 * 128 * 2
+
+
+@pytest.mark.parametrize(("r", "layout", "fits"), [(0, "ddp", False), (32, "ddp", True), (0, "fsdp2", True)])
+def test_a_gpu_that_cannot_hold_the_weights_is_refused_with_bytes(r: int, layout: Any, fits: bool) -> None:
+    config = Qwen2Config(
+        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4,
+        intermediate_size=18944, vocab_size=152064, tie_word_embeddings=False,
+    )  # fmt: skip
+    args = resolved(parse_args([*LONG, "--lora-r", str(r)]))
+    told = gpu_memory.shortage(args, config, layout=layout, gpus=8, available=80 * 2**30)
+    assert (told is None) is fits
+    if told:
+        held = memory(args, SHAPES[args.model], layout="ddp", gpus=8)
+        needed = sum(size for name, size in held.items() if ":" not in name)
+        assert told.startswith(f"model: {needed / 2**30:.1f} GiB are needed on each of 8 GPUs")
+        assert "80.0 GiB are available" in told
+    assert gpu_memory.shortage(args, object(), layout="ddp", gpus=1, available=0) is None
+
+
+def test_contexts_beyond_a_pass_are_refused_where_that_is_asked_for() -> None:
+    with pytest.raises(ConfigError, match=r"long_rows: rows of up to 32768 tokens .* and 16384 are available"):
+        resolved(parse_args([*LONG, "--long-rows", "refuse"]))

@@ -18,14 +18,21 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "eight-gpus.md").read_text(encoding="utf-8")
 
 
+def servers(address: re.Match[str]) -> str:
+    """The shell's {8000..8007}."""
+    return " ".join(f"{address[1]}{port}" for port in range(8000, 8008))
+
+
 def test_the_trainer_takes_its_command_lines() -> None:
     lines = re.findall(r"^accelerate launch --config_file (\S+) -m bpo_ref.train (.*)$", PAGE, re.MULTILINE)
     lines = [(file, words.replace("$out", "runs/x").replace('"$how" &', "--overwrite")) for file, words in lines]
-    assert len(lines) == 3
+    lines = [(file, re.sub(r"(\S+){8000..8007}", servers, words)) for file, words in lines]
+    assert len(lines) == 6
     for file, words in lines:
         assert (ROOT / file).is_file()
         args = resolved(parse_args(shlex.split(words)))
         assert args.model == "Qwen/Qwen2.5-7B-Instruct" and args.algo == "bpo" and args.dtype == "bfloat16"
+        assert (args.backend == "vllm") == ("serving-node" in words) and len(args.server) in (0, 8)
     assert parse_args([*shlex.split(lines[1][1]), "--resume"]).resume
 
 

@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from bpo_ref.learning import packing
-from bpo_ref.learning.models import ActorCritic
+from bpo_ref.learning.models import ActorCritic, checkpoint_layers
 from bpo_ref.learning.packing import BLOCK, Unpackable, block_mask, by_prefix, interval_ends, pack
 from bpo_ref.sampling.generate import forward
 
@@ -75,12 +75,13 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor]:
     return torch.tensor([row + [0] * (width - len(row)) for row in rows]), torch.tensor([len(row) for row in rows])
 
 
-def measured(model: Any, ids: Tensor, lengths: Tensor, where: Tensor, *, packed: bool) -> tuple[list[Tensor], Tensor]:
+def measured(
+    model: Any, ids: Tensor, lengths: Tensor, where: Tensor, *, packed: bool, most: int | None = None
+) -> tuple[list[Tensor], Tensor]:
     """Outputs, and the gradient of a weighted sum of them over the tokens that count."""
     model.zero_grad()
-    found = [
-        part for part in forward(model, ids, lengths, where=where, temperature=0.7, packed=packed) if part is not None
-    ]
+    parts = forward(model, ids, lengths, where=where, temperature=0.7, packed=packed, most=most)
+    found = [part for part in parts if part is not None]
     weights = torch.randn(len(found), *where.shape, generator=torch.Generator().manual_seed(1))
     sum((part * weight).sum() for part, weight in zip(found, weights)).backward()
     return found, torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
@@ -105,6 +106,72 @@ def test_packed_is_flat(build: Callable[[], Any], critic: bool, seed: int) -> No
         torch.testing.assert_close(other, one, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(unpacked, one, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(tree_gradient, flat_gradient, atol=1e-5 * float(flat_gradient.abs().max()), rtol=1e-5)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("build", [llama, gpt2])
+@pytest.mark.parametrize("most", [1, 7, 50])
+def test_a_row_in_parts_is_the_row(build: Callable[[], Any], most: int, checkpointed: bool) -> None:
+    """Values and gradients of a tree that is cut into parts anywhere, within segments and between them."""
+    model = built(build)
+    ids, lengths = padded(grown(0))
+    where = torch.rand(len(ids), ids.shape[1] - 1, generator=torch.Generator().manual_seed(0)) < 0.4
+    whole = ActorCritic(model)
+    torch.nn.init.normal_(whole.value_head.weight)
+    packing.enable(model)
+    if checkpointed:
+        checkpoint_layers(model)
+    one, one_gradient = measured(whole, ids, lengths, where, packed=True)
+    parts, parts_gradient = measured(whole, ids, lengths, where, packed=True, most=most)
+    for mine, theirs in zip(parts, one, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(parts_gradient, one_gradient, atol=1e-5 * float(one_gradient.abs().max()), rtol=1e-5)
+
+
+def test_a_row_in_parts_needs_the_memory_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No pass of the model is over more tokens than allowed, and of other passes no activations are held."""
+    model = built(llama)
+    packing.enable(model)
+    trunk = np.random.default_rng(0).integers(0, VOCABULARY, 400).tolist()
+    ids, lengths = padded([trunk, trunk[:350] + trunk[:50], trunk[:300] + trunk[100:200]])
+    where = torch.ones(3, 399, dtype=torch.bool)
+    passes: list[int] = []
+    saved: list[int] = []
+    hook = model.register_forward_pre_hook(
+        lambda _, __, given: passes.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel() * x.is_floating_point()), x)[1], lambda x: x):
+        forward(model, ids, lengths, where=where, packed=True, most=100)
+    hook.remove()
+    assert max(passes) <= 100 and sum(passes) == 399 + 49 + 99
+    assert sum(saved) == 0  # the backward pass computes each part again
+
+
+@pytest.mark.parametrize("begin", [0, 128, 384])
+def test_blocks_of_a_part_are_rows_of_the_whole(begin: int) -> None:
+    rng = np.random.default_rng(0)
+    trunk = rng.integers(0, VOCABULARY, 300).tolist()
+    packed = pack(*padded([trunk, trunk[:130] + trunk[:280], [39, *trunk]]))
+    n = -(-packed.ids.shape[1] // BLOCK) * BLOCK
+    ends, end = interval_ends(packed.segments, n), begin + 2 * BLOCK
+    whole, part = block_mask(ends), block_mask(ends, begin, end)
+    rows = slice(begin // BLOCK, end // BLOCK)
+    assert torch.equal(part.to_dense()[0, 0], whole.to_dense()[0, 0, rows, : end // BLOCK])
+    query, key, value = torch.randn(3, 1, 2, n, 16)
+    with torch.no_grad():
+        found = flex_attention(query[:, :, begin:end], key[:, :, :end], value[:, :, :end], block_mask=part)
+        expected = flex_attention(query, key, value, block_mask=whole)[:, :, begin:end]
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_long_rows_stay_together_where_they_share_most_of_their_tokens() -> None:
+    trunk = list(range(100))
+    tree = [trunk, [*trunk[:80], *range(200, 230)], [*trunk[:60], *range(300, 345)], [*trunk[:30], *range(400, 480)]]
+    short = [[500, 501], [500, 502]]
+    assert [len(batch) for batch in by_prefix([*tree, *short], list, 40)] == [1] * 4 + [2]
+    batches = by_prefix([*tree, *short], list, 40, joined=True)
+    assert sorted(map(len, batches)) == [1, 2, 3]
+    assert sorted(row for batch in batches for row in batch) == sorted([*tree, *short])
 
 
 def test_every_prefix_is_laid_out_once() -> None:

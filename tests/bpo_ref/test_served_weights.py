@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from components import missing
 from fake_engine import FakeServer, Fault, wait_until
 from served_runs import SMALL, assert_greedy_trees_are_equal, greedily, pretrained, trainer_of
 from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
-from bpo_ref.distributed.replicated import Replicated
 from bpo_ref.eval import defaults
 from bpo_ref.learning.models import add_adapter, load_policy
 from bpo_ref.learning.tiny import TINY_SIZES, tiny_model
@@ -24,11 +25,12 @@ from bpo_ref.run_log import RunLog
 from bpo_ref.sampling import weights as weights_module
 from bpo_ref.sampling.generate import score
 from bpo_ref.sampling.vllm import LOADING
-from bpo_ref.sampling.weights import plain_weights, rolled, write_weights
+from bpo_ref.sampling.weights import plain_weights, rolled, shaken, write_weights
 from bpo_ref.session import TrainingFailed
 from bpo_ref.train import Trainer
 
 TRAIN = Path(__file__).parents[2] / "bpo_ref/train.py"
+CONFIGS = TRAIN.parent / "configs/accelerate"
 
 
 @pytest.fixture(scope="module")
@@ -233,10 +235,48 @@ def test_another_model_of_the_same_tokenizer_is_refused(
             trainer.run()
 
 
-def test_sharded_weights_are_refused(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Replicated, "sharded", True)
-    with server_of(folder) as server, pytest.raises(ConfigError, match="backend: vllm needs whole weights"):
-        trainer_of(folder, tmp_path, server)
+def test_servers_sleep_while_the_policy_learns(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with server_of(folder, sleeps=True) as server:
+        learn, asleep = Trainer._optimize, []
+
+        def noted(self: Trainer, trees: Any) -> dict[str, float]:
+            asleep.append(server.asleep)
+            return learn(self, trees)
+
+        monkeypatch.setattr(Trainer, "_optimize", noted)
+        trainer_of(folder, tmp_path, server, server_sleeps=True).run()
+        assert asleep == [True, True]
+        assert server.slept == 3, "after each rollout, and after the evaluation"
+        assert server.loads == 4
+    with server_of(folder) as server, pytest.raises(ConfigError, match=r"can sleep .*--enable-sleep-mode"):
+        trainer_of(folder, tmp_path / "other", server, server_sleeps=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [("fsdp2", {}), ("fsdp2", {"lora_r": 2, "server_sends": "adapters"}), ("zero3", {})],
+    ids=["fsdp2", "fsdp2-adapters", "zero3"],
+)
+def test_servers_get_weights_that_are_sharded(
+    folder: Path, tmp_path: Path, launcher: str, options: dict[str, Any]
+) -> None:
+    """What they have is proven after each update, by the gathered weights of the first process."""
+    from test_real_models import launch_sharded
+
+    if launcher == "zero3" and importlib.util.find_spec("deepspeed") is None:
+        missing("deepspeed", "the package deepspeed is not installed")
+    with server_of(folder, rank=8) as server:
+        given = {**SMALL, **options, "server": [server.url], "model": str(folder), "trackers": []}
+        config = tmp_path / "config.json"
+        config.write_text(json.dumps(given))
+        done = launch_sharded(TRAIN, tmp_path / "out", config, file=CONFIGS / f"{launcher}.yaml")
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert server.loads == 4
+    updates = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    apart = [update["rollout/sampler_mismatch"] for update in updates if "rollout/sampler_mismatch" in update]
+    assert len(apart) == 2 and max(apart) < 1e-5
+    assert json.loads((tmp_path / "out/results.json").read_text())["processes"] == 2
 
 
 @pytest.mark.slow
@@ -320,6 +360,86 @@ def test_a_run_with_adapters_is_served_merged(folder: Path, tmp_path: Path, logg
         trainer_of(folder, tmp_path, server, lora_r=2, lr=0.05).run()
     mismatches = [entry["rollout/sampler_mismatch"] for entry in logged if "rollout/sampler_mismatch" in entry]
     assert len(mismatches) == 2 and max(mismatches) < 1e-4
+
+
+# Adapters alone.
+
+ADAPTERS: dict[str, Any] = {"lora_r": 2, "lora_alpha": 8, "lr": 0.05, "server_sends": "adapters"}
+
+
+def test_only_adapters_reach_a_server_and_no_old_one_answers(
+    folder: Path, tmp_path: Path, logged: list[dict[str, float]]
+) -> None:
+    with server_of(folder, rank=8) as one, server_of(folder, rank=8) as other:
+        before = {name: weight.clone() for name, weight in one.weights.state_dict().items()}
+        trainer_of(folder, tmp_path, one, other, **ADAPTERS).run()
+        for server in (one, other):
+            assert same(before, server.weights.state_dict())
+            assert server.loads == 4, "shaken adapters, the first ones, and those of two updates"
+            named = [request["model"] for request in server.requests]
+            assert named == [request["cache_salt"] for request in server.requests] and len(set(named)) == 4
+            assert list(server.adapters) == [named[-1]] == [server.version]
+    mismatches = [entry["rollout/sampler_mismatch"] for entry in logged if "rollout/sampler_mismatch" in entry]
+    assert len(mismatches) == 2 and max(mismatches) < 1e-4
+
+
+@pytest.mark.parametrize("part", ["layers.0.self_attn.q_proj", "layers.0.self_attn.o_proj", "layers.1.mlp.down_proj"])
+def test_an_adapter_that_a_server_takes_in_part_stops_the_run_before_it_begins(
+    folder: Path, tmp_path: Path, part: str
+) -> None:
+    with server_of(folder, rank=8, keeps=lambda name: part in name) as server:
+        trainer = trainer_of(folder, tmp_path, server, **{**ADAPTERS, "lr": 1e-12})
+        before = weights_of(trainer)
+        with pytest.raises(TrainingFailed, match=rf"{server.url} says that it has loaded.*kept some of its weights"):
+            trainer.run()
+        assert same(before, weights_of(trainer)), "the adapters that were shaken are as they were"
+
+
+def test_a_server_that_was_started_with_other_weights_is_refused(folder: Path, tmp_path: Path) -> None:
+    with server_of(folder, rank=8) as server:
+        with torch.no_grad():
+            server.weights.model.layers[1].mlp.down_proj.weight.mul_(1.1)
+        with pytest.raises(TrainingFailed, match="of the model that this run began with"):
+            trainer_of(folder, tmp_path, server, **ADAPTERS).run()
+
+
+def test_a_server_that_is_started_again_gets_the_adapter_again(folder: Path, tmp_path: Path) -> None:
+    with server_of(folder, rank=8) as server:
+        trainer = trainer_of(folder, tmp_path, server, **ADAPTERS)
+        trainer.session.player(1.0)
+        server.stop()
+        server.start()
+        edges = [edge for tree in trainer._rollouts((0,)) for edge in tree.edges()]
+        assert server.loads == 3
+        server.version = "of somebody else"  # who changed the weights below
+        edges += [edge for tree in trainer._rollouts((1,)) for edge in tree.edges()]
+        assert server.loads == 4
+        trainer.session.close()
+    assert all(e.action.data.sampler_logps == pytest.approx(e.action.data.logps, abs=1e-4) for e in edges)
+
+
+def test_a_server_that_takes_no_such_adapters_is_refused_at_the_start(folder: Path, tmp_path: Path) -> None:
+    for rank, found in (0, "none"), (1, "rank 1 at most"):
+        with (
+            server_of(folder, rank=rank) as server,
+            pytest.raises(ConfigError, match=f"expected adapters of rank 2 .*--enable-lora.* found {found}"),
+        ):
+            trainer_of(folder, tmp_path, server, **ADAPTERS)
+    with server_of(folder, rank=8, missing=("/v1/load_lora_adapter",)) as server:
+        with pytest.raises(TrainingFailed, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"):
+            trainer_of(folder, tmp_path, server, **ADAPTERS).run()
+        assert not server.paused
+
+
+def test_shaken_adapters_change_every_layer_and_are_exactly_undone(folder: Path) -> None:
+    model = add_adapter(load_policy(folder)[0], r=2, alpha=8, seed=0)
+    before = {name: weight.clone() for name, weight in model.state_dict().items()}
+    with shaken(model):
+        for module in model.modules():
+            if hasattr(module, "get_delta_weight"):
+                change, base = module.get_delta_weight("default"), module.get_base_layer().weight
+                assert change.norm().item() == pytest.approx(base.norm().item(), rel=1e-3)
+    assert same(before, model.state_dict())
 
 
 def test_the_folder_for_a_server_is_written_once(folder: Path, tmp_path: Path) -> None:

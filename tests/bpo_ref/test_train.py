@@ -108,6 +108,20 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Runs.
 
 
+@pytest.mark.parametrize("critic", [False, True])
+def test_an_update_whose_rows_are_computed_in_parts_is_the_same(tmp_path: Path, critic: bool) -> None:
+    """In one batch of few tokens per pass, with the values and the log-probabilities that are measured before it."""
+    options: dict[str, Any] = {"updates": 1, "sft_steps": 1, "tis": 2.0, "kl": 0.1, "lr": 1e-4, "eval_untrained": False}
+    options |= {"algo": "ppo", "roots": 2, "minibatches": 1} if critic else {"algo": "bpo-forest"}
+    whole, parts = (trained(tmp_path / str(most), micro_tokens=most, **options) for most in (16384, 20))
+    lines = (metrics(tmp_path / str(most)) for most in (16384, 20))
+    mine, theirs = (next(line for line in found if "update/loss" in line) for found in lines)
+    assert parts.session.counters["tokens"] == whole.session.counters["tokens"]
+    for name in ("update/grad_norm", "update/loss", "update/kl"):
+        assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6)
+
+
+
 def test_a_run_leaves_its_results(finished: Path) -> None:
     results = results_of(finished)
     assert list(results["scores"]) == ["untrained", "sft", "bpo@2", "bpo@4", "bpo@5"]

@@ -36,18 +36,18 @@ OPTIONS = (
 )  # fmt: skip
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
 }  # fmt: skip
 
 
 class Server:
     """A server process of its own session, which can be killed with all of its children."""
 
-    def __init__(self, folder: Path, log: Path) -> None:
+    def __init__(self, folder: Path, log: Path, *more: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.folder, self.log = folder, log
+        self.folder, self.log, self.more = folder, log, more
         self.start()
         self.ready()
 
@@ -63,6 +63,7 @@ class Server:
             "serve",
             str(self.folder),
             *OPTIONS,
+            *self.more,
             "--port",
             str(self.port),
         ]
@@ -109,12 +110,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def untied(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What servers are started with."""
     if not PYTHON:
         missing("vllm", "SANDBOXGYM_VLLM names no python with vLLM (make test-vllm makes one)")
-    served = tmp_path_factory.mktemp("served")
-    weights.main([str(folder), str(served / "untied")])
-    found = Server(served / "untied", served / "log")
+    untied = tmp_path_factory.mktemp("served") / "untied"
+    weights.main([str(folder), str(untied)])
+    return untied
+
+
+@pytest.fixture(scope="module")
+def server(untied: Path) -> Iterator[Server]:
+    found = Server(untied, untied.parent / "log")
     yield found
     found.kill()
 
@@ -131,7 +138,12 @@ def test_greedy_trees_are_those_of_the_sampler_in_the_process(
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"lora_r": 2}], ids=["full", "tempered", "adapters"])
 def test_a_run_learns_from_its_turns(server: Server, folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     trainer_of(folder, tmp_path, server, **options).run()
-    updates = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert_little_mismatch(tmp_path)
+
+
+def assert_little_mismatch(out: Path) -> None:
+    """Two updates learned from turns of the trainer's own weights."""
+    updates = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     apart = [update["rollout/sampler_mismatch"] for update in updates if "rollout/sampler_mismatch" in update]
     assert len(apart) == 2 and max(apart) < 1e-4
 
@@ -176,6 +188,24 @@ def test_weights_of_another_version_are_replaced_before_anything_is_learned(
 def test_a_run_that_does_not_fit_is_refused(server: Server, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a context of at least 161 tokens, found 160"):
         trainer_of(folder, tmp_path, server, context=161)
+
+
+def test_adapters_alone_are_served_on_top_of_the_weights_that_the_server_was_started_with(
+    untied: Path, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    greedily(monkeypatch)
+    adapters: dict[str, Any] = {"lora_r": 2, "lora_alpha": 8, "lr": 0.05}
+    other = Server(untied, tmp_path / "log", "--enable-lora", "--max-lora-rank", "8")
+    try:
+        here = trainer_of(folder, tmp_path / "here", backend="hf", **adapters)
+        there = trainer_of(folder, tmp_path / "there", other, server_sends="adapters", **adapters)
+        assert_greedy_trees_are_equal(here, there, adapters=True)
+        trainer_of(folder, tmp_path / "run", other, server_sends="adapters", **adapters).run()
+        with pytest.raises(ConfigError, match=r"expected adapters of rank 16 .* found rank 8 at most"):
+            trainer_of(folder, tmp_path / "large", other, server_sends="adapters", lora_r=16)
+    finally:
+        other.kill()
+    assert_little_mismatch(tmp_path / "run")
 
 
 def test_a_server_that_is_killed_in_a_rollout_and_started_again_gets_the_weights_again(

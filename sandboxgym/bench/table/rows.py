@@ -358,8 +358,8 @@ def _asynchronous(options: Options) -> Iterator[Pair]:
     from sandboxgym.tree import Schedule
 
     while True:
-        (_, _, lockstep), (_, _, alone) = measure(Schedule(8), scale=0.01, tasks=4, max_live=16)
-        yield alone, lockstep
+        lockstep, alone = measure(Schedule(8), scale=0.01, tasks=4, max_live=16)[:2]
+        yield alone.rollouts, lockstep.rollouts
 
 
 def _started(options: Options) -> Iterator[Pair]:
