@@ -222,7 +222,8 @@ def tree_attention(
         options: dropout, scale and others of the layer.
     """
     if attention_mask is not None and (past := _pasts.get(attention_mask)) is not None:
-        key, value = past.join(module.layer_idx, key, value)
+        layer: Any = module.layer_idx
+        key, value = past.join(layer, key, value)
     if isinstance(attention_mask, BlockMask):
         # Under autocast, rotary positions leave queries and keys in fp32; FlexAttention wants one type, or casts later.
         query, key = query.to(value.dtype), key.to(value.dtype)

@@ -66,7 +66,8 @@ def in_parts(packing: Packing, chosen: Tensor, targets: Tensor, measure: Measure
         return measure(inputs, chosen[part.results] - part.first, targets[part.results])
 
     anchor = torch.zeros((), device=targets.device, requires_grad=True)  # else there would be nothing to differentiate
-    found: tuple[Tensor, ...] = _InParts.apply(anchor, parts, run, packing.ids.shape[1], len(targets))
+    apply: Callable[..., tuple[Tensor, ...]] = _InParts.apply
+    found = apply(anchor, parts, run, packing.ids.shape[1], len(targets))
     return list(found)
 
 
@@ -116,9 +117,9 @@ class _InParts(torch.autograd.Function):
             for layer, states in past.taken.items():
                 pairs += [(state, whole[:, :, inside]) for state, whole in zip(states, arriving[layer])]
             moving = [(result, gradient.to(result.dtype)) for result, gradient in pairs if result.requires_grad]
-            torch.autograd.backward(*map(list, zip(*moving)))
-            for layer, states in before.items():
-                for whole, state in zip(arriving[layer], states):
+            torch.autograd.backward([result for result, _ in moving], [gradient for _, gradient in moving])
+            for layer, leaves in before.items():
+                for whole, state in zip(arriving[layer], leaves):
                     whole[:, :, : part.first] += state.grad if state.grad is not None else 0.0
         return (None,) * 5
 

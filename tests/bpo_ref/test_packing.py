@@ -140,7 +140,9 @@ def test_a_row_in_parts_needs_the_memory_of_a_part(monkeypatch: pytest.MonkeyPat
     hook = model.register_forward_pre_hook(
         lambda _, __, given: passes.append(given["input_ids"].shape[1]), with_kwargs=True
     )
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: (saved.append(x.numel() * x.is_floating_point()), x)[1], lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: (saved.append(x.numel() * x.is_floating_point()), x)[1], lambda x: x
+    ):
         forward(model, ids, lengths, where=where, packed=True, most=100)
     hook.remove()
     assert max(passes) <= 100 and sum(passes) == 399 + 49 + 99

@@ -121,7 +121,6 @@ def test_an_update_whose_rows_are_computed_in_parts_is_the_same(tmp_path: Path, 
         assert mine[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-6)
 
 
-
 def test_a_run_leaves_its_results(finished: Path) -> None:
     results = results_of(finished)
     assert list(results["scores"]) == ["untrained", "sft", "bpo@2", "bpo@4", "bpo@5"]
