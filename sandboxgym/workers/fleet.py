@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import pickle
 import re
 import socket
 import sys
@@ -36,9 +37,9 @@ from sandboxgym.workers.env_host import Call, FleetError, Host, HostCounts, Make
 from sandboxgym.workers.fleet_status import Events, Owner, Usage, reporter_of
 from sandboxgym.workers.meters import WorkerMeters
 from sandboxgym.workers.pool import PooledEnvs
-from sandboxgym.workers.process import GRACE, answer_of
+from sandboxgym.workers.process import GRACE, Answer, answer_of, packed_answers
 from sandboxgym.workers.remote import RemoteEnv
-from sandboxgym.workers.worker import Worker, outcome_of, packed
+from sandboxgym.workers.worker import PackedCall, Worker, outcome_of, packed
 
 try:
     import ray
@@ -74,13 +75,13 @@ class _Actor:
         node = str(ray.get_runtime_context().get_node_id())
         return node, str(ray.util.get_node_ip_address()), os.getpid(), __version__  # type: ignore[no-untyped-call]
 
-    def perform(self, calls: Sequence[tuple[int, str, bytes]]) -> tuple[list[bytes], tuple[int, ...]]:
-        """Execute calls: their answers, in order, and the counts of the worker after that (`HostCounts`)."""
+    def perform(self, calls: Sequence[PackedCall]) -> tuple[bytes, tuple[int, ...]]:
+        """Execute calls: their answers, in order and packed, and the counts of the worker after that (`HostCounts`)."""
         began = time.perf_counter()
         answers = [answer_of(self.host, *call) for call in calls]
         counts = self.host.counts()
         self.meters.update(counts, time.perf_counter() - began)
-        return answers, tuple(counts)
+        return packed_answers(answers), tuple(counts)
 
     def end(self) -> None:
         """Close the environments."""
@@ -162,7 +163,7 @@ class RayWorker(Worker):
         self._actor: Any = None
         self._ready: Any = None
         self._posted: deque[Any] = deque()
-        self._answers: deque[bytes] = deque()
+        self._answers: deque[Answer] = deque()
         self.node: str | None = None
         """Id of its node, once it runs."""
         self.address = ""
@@ -264,7 +265,7 @@ class RayWorker(Worker):
             if self._actor is None or not self._posted:
                 raise WorkerDied("the worker on the cluster was ended by an earlier call")
             answers, counts = self._got(self._posted.popleft(), timeout)
-            self._answers.extend(answers)
+            self._answers.extend(pickle.loads(answers))
             self._counts = HostCounts(*counts)
         return outcome_of(self._answers.popleft())
 
