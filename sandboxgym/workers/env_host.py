@@ -426,6 +426,11 @@ class Host:
             raise NotKept(key)
         self._keeper.store_now(key)
 
+    def store_all(self, slot: int) -> None:
+        """Write all snapshots that this worker keeps to the store, before it ends."""
+        if self._keeper is not None:
+            self._keeper.store_all()
+
     def _count_step(self, slot: int) -> None:
         self._counted["steps"] += 1
         if slot in self._since:
