@@ -112,8 +112,8 @@ def drain_node(name: str, address: str | None, *, undo: bool = False, timeout: f
     while not undo and (there := next((n for n in fleet_status().nodes if n.id == node and n.usage.workers), None)):
         if time.monotonic() > deadline:
             raise CommandError(
-                f"node {node[:8]} still has {there.usage.workers} workers with {there.usage.in_use} environments in use "
-                f"after {timeout:g} s; it gets no new work"
+                f"node {node[:8]} still has {there.usage.workers} workers with {there.usage.in_use} environments in "
+                f"use after {timeout:g} s; it gets no new work"
             )
         time.sleep(0.5)
     print(f"node {node[:8]} may have new work again" if undo else f"nothing is on node {node[:8]} any more")

@@ -47,8 +47,8 @@ from sandboxgym.workers.env_host import (
     snapshot_key,
 )
 from sandboxgym.workers.fleet_status import Events, Owner, Usage, draining, reporter_of, reports
-from sandboxgym.workers.meters import WorkerMeters
 from sandboxgym.workers.kept import KeptSnapshot
+from sandboxgym.workers.meters import WorkerMeters
 from sandboxgym.workers.nodes.limits import Gate, Limits
 from sandboxgym.workers.nodes.placement import eligible, moves
 from sandboxgym.workers.pool import NEAR, PooledEnvs
@@ -484,16 +484,16 @@ class RayEnvs(PooledEnvs):
 
     def _move(self, jobs: Sequence[EnvJob]) -> None:
         """Move environments of jobs, which are at rest: all of a drained node, some where nodes joined."""
-        some = MOVES
+        some, targets = MOVES, self._targets()
         for job in jobs:
             env = job.env
             assert isinstance(env, RemoteEnv)
             place = self._at.get(id(env))
-            if place not in self._leaving or env.lost or not (self._leaving[place] or some):
+            if not targets or place not in self._leaving or env.lost or not (self._leaving[place] or some):
                 continue
             some -= not self._leaving[place]
+            target = min(targets, key=self._taken.__getitem__)
             try:
-                target = min(self._places(), key=self._taken.__getitem__)
                 env.move_to(self._slots[target], blank=job.reset is not None or job.restore is not None)
             except (EnvFailure, FleetError, SnapshotError) as error:  # it stays, and goes with its worker at worst
                 logger.warning("an environment could not be moved: %s: %s", type(error).__name__, error)
@@ -531,6 +531,10 @@ class RayEnvs(PooledEnvs):
             for place in list(self._leaving):
                 self._end_if_left(place)
 
+    def _targets(self) -> list[int]:
+        """Numbers of the workers that run and stay, without waiting for one."""
+        return [place for place in self._present() if place not in self._leaving and self._worker(place).ready]
+
     def _present(self) -> list[int]:
         """Numbers of the workers that were not left for good."""
         return [place for place in range(len(self._slots)) if place not in self._left]
@@ -545,8 +549,7 @@ class RayEnvs(PooledEnvs):
 
     def _end_if_left(self, place: int) -> None:
         """End a worker that is being left, once no path uses it and others run."""
-        others = [other for other in self._present() if other not in self._leaving and self._worker(other).ready]
-        if not others:
+        if not self._targets():
             return
         free, self._free[place] = self._free[place], []
         for env in free:
@@ -650,7 +653,7 @@ class RayEnvs(PooledEnvs):
                         worker.restart()
                     if worker.ready:
                         running.append(place)
-            # Until a replacement runs, a worker that is left for nodes that joined still serves; a drained one does not.
+            # Until another runs, a worker that is left for a node that joined serves; one of a drained node does not.
             if running or (leaving := [place for place in leaving if not self._leaving.get(place, True)]):
                 return running or leaving
             unfit = {worker.unfit for worker in map(self._worker, self._present()) if not worker.alive}
