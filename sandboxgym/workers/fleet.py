@@ -17,6 +17,7 @@ to the cluster is Ray's to check (token authentication).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
 import pickle
@@ -50,7 +51,7 @@ from sandboxgym.workers.fleet_status import Events, Owner, Usage, draining, repo
 from sandboxgym.workers.kept import KeptSnapshot
 from sandboxgym.workers.meters import WorkerMeters
 from sandboxgym.workers.nodes.limits import Gate, Limits
-from sandboxgym.workers.nodes.placement import eligible, moves
+from sandboxgym.workers.nodes.placement import best_of, eligible, moves
 from sandboxgym.workers.pool import NEAR, PooledEnvs
 from sandboxgym.workers.process import GRACE, Answer, answer_of, packed_answers
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
@@ -344,6 +345,8 @@ class RayEnvs(PooledEnvs):
         resources: see there.
         memory: see there.
         labels: see there.
+        prefer: weights of nodes by their ids, such as the bytes of images that they have (`FleetImages.holders`). Workers
+            are asked for on those with the largest, in turn, as long as they have room.
         limits: of each node. An environment waits for room up to ``create_timeout``, then `FleetFull` is raised.
         timeout: of `RemoteEnv`; the deadline by which a frozen node counts as lost.
         reset_timeout: see there.
@@ -368,6 +371,7 @@ class RayEnvs(PooledEnvs):
         resources: Mapping[str, float] | None = None,
         memory: int | None = None,
         labels: Mapping[str, str] | None = None,
+        prefer: Mapping[str, float] | None = None,
         limits: Limits | None = None,
         timeout: float | None = None,
         reset_timeout: float | None = None,
@@ -381,6 +385,7 @@ class RayEnvs(PooledEnvs):
         connect(address)
         self._worker_options: dict[str, Any] = {"cpus": cpus, "resources": resources}
         self._worker_options |= {"memory": memory, "labels": labels}
+        self._preferred = itertools.cycle(best_of(prefer or {}))
         self._needs = {"CPU": cpus, **({"memory": memory} if memory else {}), **(resources or {})}
         self._draining: set[str] = set()
         self._leaving: dict[int, bool] = {}
@@ -412,7 +417,7 @@ class RayEnvs(PooledEnvs):
 
     def new_worker(self) -> Worker:
         """A worker on the cluster."""
-        return self._asked_for(None)
+        return self._asked_for(next(self._preferred, None))
 
     def _asked_for(self, node: str | None) -> RayWorker:
         return RayWorker(**self._worker_options, node=node, avoid=lambda: self._draining)

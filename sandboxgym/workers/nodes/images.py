@@ -187,6 +187,6 @@ class FleetImages:
 
 
 def images_of(tasks: Iterable[Any]) -> list[str]:
-    """Names of the images that tasks need, each once: of their ``image``, as rows of data sets or as objects have it."""
+    """Names of the images that tasks need, each once: ``image`` of rows of data sets, or of objects."""
     names = [task.get("image") if isinstance(task, Mapping) else getattr(task, "image", None) for task in tasks]
     return list(dict.fromkeys(str(name) for name in names if name))

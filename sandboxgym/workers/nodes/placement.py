@@ -47,3 +47,9 @@ def moves(workers: Mapping[str, Sequence[int]], nodes: Sequence[str]) -> list[tu
             here[node].append(-1)
             found.append((worker, node))
     return found
+
+
+def best_of(weights: Mapping[str, float]) -> list[str]:
+    """Ids of the nodes whose weight is the largest, or nearly (nine tenths); none where all are zero."""
+    most = max(weights.values(), default=0.0)
+    return sorted(node for node, weight in weights.items() if weight and weight >= 0.9 * most)
