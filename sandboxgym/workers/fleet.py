@@ -345,8 +345,8 @@ class RayEnvs(PooledEnvs):
         resources: see there.
         memory: see there.
         labels: see there.
-        prefer: weights of nodes by their ids, such as the bytes of images that they have (`FleetImages.holders`). Workers
-            are asked for on those with the largest, in turn, as long as they have room.
+        prefer: weights of nodes by their ids, such as the bytes of images that they have (`FleetImages.holders`):
+            workers are asked for on those with the largest, in turn, as long as they have room.
         limits: of each node. An environment waits for room up to ``create_timeout``, then `FleetFull` is raised.
         timeout: of `RemoteEnv`; the deadline by which a frozen node counts as lost.
         reset_timeout: see there.

@@ -1,1 +1,1 @@
-"""Environments on a cluster: what a step, a fork and a loss cost here, and what follows for clusters that are not here."""
+"""Environments on a cluster: costs of steps, forks and losses here, and what follows for clusters of other sizes."""
