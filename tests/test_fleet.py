@@ -19,6 +19,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 from components import missing
+from image_service import Service
 
 import sandboxgym
 from sandboxgym.cli import main as cli
@@ -28,6 +29,7 @@ from sandboxgym.workers import fleet_status as state_of_fleet
 from sandboxgym.workers.env_host import CallTimedOut, WorkerDied
 from sandboxgym.workers.fleet import FleetError, RayEnvs, RayWorker
 from sandboxgym.workers.fleet_status import drain, fleet_status
+from sandboxgym.workers.nodes.images import FleetImages
 from sandboxgym.workers.nodes.limits import FleetFull, Limits
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
 
@@ -214,21 +216,40 @@ def test_a_drained_node_is_left_with_its_environments_and_snapshots(
 
 def test_a_node_that_joins_gets_its_share_of_the_paths(nodes: Nodes, local: Any) -> None:
     nodes.with_two()
-    with fleet_of(6) as envs:
+    with fleet_of(3) as envs:
         await_all(envs)
         joined = nodes.joined()
         try:
             nodes.cluster.wait_for_nodes()
             envs.tend()
-            assert len(envs._leaving) == 2
+            assert len(envs._leaving) == 1
             await_all(envs)
             assert grown(envs) == local
             envs.tend()
             counts = Counter(worker.node for worker in workers_of(envs) if worker.alive)
-            assert counts[joined.node_id] == 2 and set(counts.values()) == {2}
+            assert counts[joined.node_id] == 1 and set(counts.values()) == {1}
             assert grown(envs) == local
         finally:
             nodes.cluster.remove_node(joined)
+
+
+def test_an_image_is_fetched_once_for_all_nodes_and_attracts_workers(nodes: Nodes, tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    images = FleetImages(str(tmp_path / "parts"), load=False, resources={"env": 0.01})
+    try:
+        two = [node.node_id for node in nodes.with_two()]
+        first = images.prefetch([service.name], nodes=two[:1])
+        assert set(first) == set(two[:1]) and set(first[two[0]].values()) == {"registry"}
+        assert images.holders([service.name])[two[1]] == 0
+        with fleet_of(2, prefer=images.holders([service.name])) as envs:
+            await_all(envs)
+            assert {worker.node for worker in workers_of(envs)} == set(two[:1])
+        both = images.prefetch([service.name])
+        assert set(both[two[0]].values()) == {"node"} and set(both[two[1]].values()) == {"peer"}
+    finally:
+        images.close()
+        service.close()
+    assert not internal_kv._internal_kv_list("", namespace="sandboxgym-images")
 
 
 def test_siblings_start_beside_the_snapshot_that_they_fork(nodes: Nodes) -> None:

@@ -451,10 +451,14 @@ class RayEnvs(PooledEnvs):
         Raises:
             WorkerDied: it was lost; or its node lacks what the environment needs, and is left alone for some time.
         """
+        with self._moving:
+            if place in self._left:
+                raise WorkerDied("the worker was left for another node")
+            self._taken[place] += 1  # so that it is not left meanwhile
         node = self._worker(place).node
-        if self._gate is not None and node is not None and not self._free[place]:
-            self._gate.created(node)
         try:
+            if self._gate is not None and node is not None and not self._free[place]:
+                self._gate.created(node)
             return super().take_at(place)
         except Exception as error:
             worker = self._worker(place)
@@ -466,6 +470,8 @@ class RayEnvs(PooledEnvs):
                     self._worker(other).refuse(reason)
             worker.refuse(reason)
             raise WorkerDied(reason) from error
+        finally:
+            self._taken[place] -= 1
 
     def _worker(self, place: int) -> RayWorker:
         worker = self._slots[place].worker
@@ -533,8 +539,13 @@ class RayEnvs(PooledEnvs):
                 for place, node in [] if starting else moves(there, nodes):
                     self._leaving[place] = False
                     self._replace(place, node)
-            for place in list(self._leaving):
-                self._end_if_left(place)
+            ended = [place for place in list(self._leaving) if self._is_left(place)]
+        for place in ended:
+            worker = self._worker(place)
+            if worker.keeping is not None and worker.alive:
+                with contextlib.suppress(EnvFailure):
+                    worker.call(0, "store_all", timeout=self._patience)
+            worker.close()
 
     def _targets(self) -> list[int]:
         """Numbers of the workers that run and stay, without waiting for one."""
@@ -552,23 +563,19 @@ class RayEnvs(PooledEnvs):
         self._free.append([])
         self._slots.append(WorkerSlots(worker, keep_on=True))
 
-    def _end_if_left(self, place: int) -> None:
-        """End a worker that is being left, once no path uses it and others run."""
+    def _is_left(self, place: int) -> bool:
+        """True, once, if no path uses a worker any more that is being left, and others run."""
         if not self._targets():
-            return
+            return False
         free, self._free[place] = self._free[place], []
         for env in free:
             del self._at[id(env)]
             Envs.discard(self, env)
         if self._taken[place]:
-            return
-        worker = self._worker(place)
-        if worker.keeping is not None and worker.alive:
-            with contextlib.suppress(EnvFailure):
-                worker.call(0, "store_all", timeout=self._patience)
-        worker.close()
+            return False
         del self._leaving[place]
         self._left.add(place)
+        return True
 
     def _usage(self) -> dict[str, Usage]:
         """What all owners have on each node: this one now, others as they reported last."""
@@ -601,7 +608,7 @@ class RayEnvs(PooledEnvs):
             worker = self._worker(place)
             counts = counts.plus(worker.counts)
             replaced += max(0, worker.generation - 1)
-            if place in self._left:
+            if place in self._left and not worker.alive:
                 continue
             if (node := worker.node) is None:
                 starting += 1
