@@ -103,6 +103,7 @@ class RemoteEnv(gym.Env[Any, Any]):
     captures_stack: ClassVar[bool] = True
     """Snapshots include the wrappers in the worker; see ``wrappers/stack.py``."""
 
+    _described: Description
     _num_tasks: int | None = None
     """Number of tasks, once it was asked for."""
 
