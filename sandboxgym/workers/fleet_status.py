@@ -254,7 +254,7 @@ class Reporter:
 
     def __init__(self, env: str, measure: Callable[[], tuple[Owner, HostCounts] | None]) -> None:
         self.key = f"{_PREFIX}{os.urandom(8).hex()}"
-        """Of its row."""
+        """Key of its row."""
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self._env, self._measure = env, measure
         self._began = time.monotonic()

@@ -21,6 +21,7 @@ from typing import Any
 import sandboxgym
 from sandboxgym.bench.fleet.model import Costs, Measured, fitted, owners_needed, simulate
 from sandboxgym.bench.pool import ALFWORLD, Waiting, rates, table
+from sandboxgym.system import proc
 from sandboxgym.tree import Envs
 from sandboxgym.workers.env_host import WorkerDied
 from sandboxgym.workers.fleet import RayEnvs, connect
@@ -173,8 +174,7 @@ def many(count: int) -> None:
 
 
 def _resident(pid: int | None) -> int:
-    with open(f"/proc/{pid}/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return proc.nbytes(f"/proc/{pid}/status", "VmRSS")
 
 
 SIZES = (10, 100, 1000)

@@ -160,7 +160,7 @@ class FleetImages:
                 try:
                     origins[node].update(ray.get(call))
                 except ray.exceptions.RayTaskError as error:
-                    raise error.as_instanceof_cause() from None
+                    raise error.as_instanceof_cause() from None  # type: ignore[no-untyped-call]
                 except ray.exceptions.RayError as error:
                     raise FleetError(f"node {node[:8]} was lost while it got {image.name}: {error}") from error
         return origins
