@@ -44,7 +44,7 @@ class Image:
     """The parts of an image, as its registry names them."""
 
     name: str
-    """As it was asked for: ``HOST[:PORT]/NAME[:TAG]``, or a name at Docker Hub."""
+    """Name as it was asked for: ``HOST[:PORT]/NAME[:TAG]``, or a name at Docker Hub."""
     config: Blob
     layers: tuple[Blob, ...]
     """Lowest first."""

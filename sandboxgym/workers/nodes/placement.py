@@ -1,4 +1,4 @@
-"""Which node a worker should be on: how workers are spread again when nodes join, and which nodes can hold them."""
+"""Placement of workers on nodes: which nodes can hold them, and how they are spread again when nodes join."""
 
 from __future__ import annotations
 
