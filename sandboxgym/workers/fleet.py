@@ -578,7 +578,7 @@ class RayEnvs(PooledEnvs):
         return True
 
     def _usage(self) -> dict[str, Usage]:
-        """What all owners have on each node: this one now, others as they reported last."""
+        """Usage of each node by all owners: this one's now, that of others as they reported last."""
         at, others = self._reported
         if time.monotonic() - at > 1.0:
             others = {}

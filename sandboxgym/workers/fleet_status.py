@@ -205,7 +205,7 @@ def draining() -> set[str]:
 
 
 def reports() -> list[tuple[str, Owner]]:
-    """What owners that live report, each with the key of its row; the rows of others are deleted."""
+    """Reports of owners that live, each with the key of its row; the rows of others are deleted."""
     found = []
     for key in internal_kv._internal_kv_list(_PREFIX, namespace=_NAMESPACE):
         row = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
