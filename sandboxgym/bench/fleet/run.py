@@ -47,11 +47,19 @@ def owner_seconds(source: Envs, jobs: Sequence[EnvJob], rounds: int) -> float:
     return min(found)
 
 
-def steps(n: int, repeats: int) -> Costs:
+def started(workers: int) -> RayEnvs:
+    """ALFWorld in actors that all run."""
+    source = RayEnvs(ALFWORLD, workers)
+    while len(source._running()) < workers:
+        time.sleep(0.1)
+    return source
+
+
+def steps(cluster: RayEnvs, n: int, repeats: int) -> Costs:
     """Steps per second, and processor time of the owner per step; returns the costs that are fitted to the latter."""
     import ray
 
-    pooled, cluster, here = PooledEnvs(ALFWORLD, 2), RayEnvs(ALFWORLD, 2), Envs(ALFWORLD)
+    pooled, here = PooledEnvs(ALFWORLD, 2), Envs(ALFWORLD)
     jobs = {source: playing(source, n) for source in (pooled, cluster, here)}
 
     @ray.remote(num_cpus=0.1)
@@ -85,17 +93,18 @@ def steps(n: int, repeats: int) -> Costs:
     for name, source in (("in this process", here), ("worker processes", pooled), ("Ray actors", cluster)):
         each = owner_seconds(source, jobs[source], 3 * repeats) / n
         print(f"| {name} | {1e6 * each:.1f} | {each / own:.2f} |", flush=True)
-    measured = []
-    for workers, count in ((2, 2), (2, 16), (2, n), (2, 4 * n), (4, 4), (4, 4 * n)):
-        with RayEnvs(ALFWORLD, workers) as source:
-            while len(source._running()) < workers:
-                time.sleep(0.1)
-            seconds = owner_seconds(source, playing(source, count), 3 * repeats)
-            measured.append(Measured(workers, count, seconds))
-    for source in (pooled, cluster, here):
+    for source in (pooled, here):
         source.close()
     for actor in bare:
         ray.kill(actor)
+    measured = []
+    more = jobs[cluster] + playing(cluster, 3 * n)
+    with started(4) as four:
+        for workers, source, them in ((2, cluster, more), (4, four, playing(four, 4 * n))):
+            for count in (workers, n, 4 * n):
+                measured.append(Measured(workers, count, owner_seconds(source, them[:count], 3 * repeats)))
+    for job in more:
+        cluster.give(job.env)
     costs = fitted(measured)
     print("\nFit of an owner's processor time\n\n| messages | steps | measured, us | fitted, us |\n|---|---|---|---|")
     for one in measured:
@@ -124,53 +133,50 @@ def forks(nbytes: int) -> None:
                 print(f"| {name} | {(moved + taken) / len(children):,.0f} |", flush=True)
 
 
-def recovery(repeats: int) -> None:
+def recovery(source: RayEnvs, repeats: int) -> None:
     """Seconds from the death of a worker to the first step after it."""
     found = []
-    with RayEnvs(ALFWORLD, 2) as source:
-        for _ in range(repeats):
-            while len(source._running()) < 2:
-                time.sleep(0.1)
-            env: Any = source.take()
-            env.reset(seed=0, options={"task": 0})
-            snap, pid = env.snapshot(), env.worker.pid
-            began = time.perf_counter()
-            os.kill(pid, signal.SIGKILL)
-            while True:
-                try:
-                    env.step("look")
-                except WorkerDied:
-                    break
-            source.discard(env)
-            other: Any = source.take()
-            other.restore(snap)
-            other.step("look")
-            found.append(time.perf_counter() - began)
-            source.give(other)
+    for _ in range(repeats):
+        while len(source._running()) < 2:
+            time.sleep(0.1)
+        env: Any = source.take()
+        env.reset(seed=0, options={"task": 0})
+        snap, pid = env.snapshot(), env.worker.pid
+        began = time.perf_counter()
+        os.kill(pid, signal.SIGKILL)
+        while True:
+            try:
+                env.step("look")
+            except WorkerDied:
+                break
+        source.discard(env)
+        other: Any = source.take()
+        other.restore(snap)
+        other.step("look")
+        found.append(time.perf_counter() - began)
+        source.give(other)
     print(f"\nFrom the death of a worker to a step of its path on another: {1e3 * min(found):.0f} to ", end="")
     print(f"{1e3 * max(found):.0f} ms ({repeats} times)", flush=True)
 
 
-def many(count: int) -> None:
+def many(source: RayEnvs, count: int) -> None:
     """Live environments in two actors: memory and steps."""
-    with RayEnvs(ALFWORLD, 2) as source:
-        while len(source._running()) < 2:
-            time.sleep(0.1)
-        few = playing(source, 20)
-        pids = [shared.worker.pid for shared in source._slots]
-        before = sum(map(_resident, pids))
-        jobs = few + playing(source, count - len(few))
-        began = time.perf_counter()
-        answers = source.execute_all(jobs)
-        seconds = time.perf_counter() - began
-        assert all(isinstance(answer, EnvResult) for answer in answers)
-        each = (sum(map(_resident, pids)) - before) / (count - len(few))
-        places = [source._taken[place] for place in range(len(source._slots))]
-        print(
-            f"\n{len(answers):,} environments of ALFWorld live in 2 actors ({places[0]} and {places[1]}), "
-            f"{each / 1000:.0f} kB of memory each; one step of all took {seconds:.2f} s",
-            flush=True,
-        )
+    while len(source._running()) < 2:
+        time.sleep(0.1)
+    few = playing(source, 20)
+    pids = [source._worker(place).pid for place in source._running()]
+    before = sum(map(_resident, pids))
+    jobs = few + playing(source, count - len(few))
+    began = time.perf_counter()
+    answers = source.execute_all(jobs)
+    seconds = time.perf_counter() - began
+    assert all(isinstance(answer, EnvResult) for answer in answers)
+    each = (sum(map(_resident, pids)) - before) / (count - len(few))
+    print(
+        f"\n{len(answers):,} environments of ALFWorld live in 2 actors, {each / 1000:.0f} kB of memory each; "
+        f"one step of all took {seconds:.2f} s",
+        flush=True,
+    )
 
 
 def _resident(pid: int | None) -> int:
@@ -217,11 +223,12 @@ def main() -> None:
     connect()
     load = os.getloadavg()[0]
     print(f"{platform.machine()}, {os.cpu_count()} processors (load {load:.0f}), sandboxgym {sandboxgym.__version__}")
-    costs = steps(arguments.envs, arguments.repeats)
+    with started(2) as cluster:
+        costs = steps(cluster, arguments.envs, arguments.repeats)
+        sizes(costs)
+        many(cluster, arguments.many)
+        recovery(cluster, 3)
     forks(arguments.state)
-    recovery(3)
-    many(arguments.many)
-    sizes(costs)
 
 
 if __name__ == "__main__":
