@@ -29,7 +29,7 @@ from bpo_ref.baselines import Memory
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
 from bpo_ref.eval import Score, evaluate
-from bpo_ref.experiments.gpu_memory import shortage
+from bpo_ref.experiments.gpu_memory import Layout, shortage
 from bpo_ref.learning import packing
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from bpo_ref.learning.models import (
@@ -418,7 +418,7 @@ class TrainingSession:
         """Refuse a GPU that cannot even hold the weights, their gradients and the optimizer's state."""
         if self.accelerator.device.type == "cuda":
             available = torch.cuda.get_device_properties(self.accelerator.device).total_memory
-            layout = "fsdp2" if self.strategy.sharded else "ddp"
+            layout: Layout = "fsdp2" if self.strategy.sharded else "ddp"
             gpus = self.accelerator.num_processes
             if told := shortage(self.args, model.config, layout=layout, gpus=gpus, available=available):
                 raise ConfigError(told)

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 import types
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 from components import missing
+from image_service import Service
 
 import sandboxgym
 from sandboxgym.cli import main as cli
@@ -26,7 +28,9 @@ from sandboxgym.workers import fleet
 from sandboxgym.workers import fleet_status as state_of_fleet
 from sandboxgym.workers.env_host import CallTimedOut, WorkerDied
 from sandboxgym.workers.fleet import FleetError, RayEnvs, RayWorker
-from sandboxgym.workers.fleet_status import fleet_status
+from sandboxgym.workers.fleet_status import drain, fleet_status
+from sandboxgym.workers.nodes.images import FleetImages
+from sandboxgym.workers.nodes.limits import FleetFull, Limits
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
 
 try:
@@ -126,7 +130,7 @@ def workers_of(envs: RayEnvs) -> list[RayWorker]:
 def await_all(envs: RayEnvs) -> None:
     """Wait until every worker runs; those that were placed on a node that is gone are asked for anew."""
     deadline = time.monotonic() + 120
-    while len(envs._running()) < len(workers_of(envs)):
+    while len(envs._running()) < len(set(envs._present()) - set(envs._leaving)):
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
@@ -180,6 +184,96 @@ def test_a_killed_node_whose_workers_kept_their_snapshots_changes_no_tree(
         assert grown(envs, At(9, kill), lost) == local
         assert lost and not any(failure.dropped for failure in lost)
         assert all(worker.snapshots_shipped == 0 for worker in workers_of(envs))
+
+
+def test_a_drained_node_is_left_with_its_environments_and_snapshots(
+    nodes: Nodes, local: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = nodes.with_two()[0].node_id
+    with fleet_of(4, store=tmp_path / "store") as envs:
+        await_all(envs)
+        assert any(worker.node == gone for worker in workers_of(envs))
+
+        def leave() -> None:
+            drain(gone)
+            envs.tend()
+
+        lost: list[Failure] = []
+        try:
+            assert grown(envs, At(5, leave), lost) == local
+            assert envs.moved > 0 and not lost
+            assert cli(["fleet", "drain", gone[:12], "--timeout", "60"]) == 0
+            assert "nothing is on node" in capsys.readouterr().out
+            assert [node.draining for node in fleet_status().nodes if node.id == gone] == [True]
+            await_all(envs)
+            assert grown(envs) == local
+            here = [worker for worker in workers_of(envs) if worker.alive]
+            assert len(here) == 4 and gone not in {worker.node for worker in here}
+        finally:
+            assert cli(["fleet", "drain", gone, "--undo"]) == 0
+    assert not internal_kv._internal_kv_list("", namespace="sandboxgym")
+
+
+def test_a_node_that_joins_gets_its_share_of_the_paths(nodes: Nodes, local: Any) -> None:
+    nodes.with_two()
+    with fleet_of(3) as envs:
+        await_all(envs)
+        joined = nodes.joined()
+        try:
+            nodes.cluster.wait_for_nodes()
+            envs.tend()
+            assert len(envs._leaving) + len(envs._left) == 1
+            await_all(envs)
+            assert grown(envs) == local
+            envs.tend()
+            counts = Counter(worker.node for worker in workers_of(envs) if worker.alive)
+            assert counts[joined.node_id] == 1 and set(counts.values()) == {1}
+            assert grown(envs) == local
+        finally:
+            nodes.cluster.remove_node(joined)
+
+
+def test_an_image_is_fetched_once_for_all_nodes_and_attracts_workers(nodes: Nodes, tmp_path: Path) -> None:
+    service = Service(tmp_path)
+    images = FleetImages(str(tmp_path / "parts"), load=False, resources={"env": 0.01})
+    try:
+        two = [node.node_id for node in nodes.with_two()]
+        first = images.prefetch([service.name], nodes=two[:1])
+        assert set(first) == set(two[:1]) and set(first[two[0]].values()) == {"registry"}
+        assert images.holders([service.name])[two[1]] == 0
+        with fleet_of(2, prefer=images.holders([service.name])) as envs:
+            await_all(envs)
+            assert {worker.node for worker in workers_of(envs)} == set(two[:1])
+        both = images.prefetch([service.name])
+        assert set(both[two[0]].values()) == {"node"} and set(both[two[1]].values()) == {"peer"}
+    finally:
+        images.close()
+        service.close()
+    assert not internal_kv._internal_kv_list("", namespace="sandboxgym-images")
+
+
+def test_siblings_start_beside_the_snapshot_that_they_fork(nodes: Nodes) -> None:
+    nodes.with_two()
+    with fleet_of(4) as envs:
+        await_all(envs)
+        first = envs.take()
+        first.reset(seed=0)
+        assert isinstance(first, RemoteEnv)
+        snap = first.snapshot()
+        near = [envs.take_near(snap) for _ in range(4)]
+        assert {env.worker.node for env in near} == {first.worker.node}  # type: ignore[attr-defined]
+
+
+def test_environments_beyond_the_limits_of_the_nodes_are_refused(nodes: Nodes) -> None:
+    nodes.with_two()
+    with fleet_of(2, limits=Limits(environments=2), create_timeout=20.0) as envs:
+        await_all(envs)
+        taken = [envs.take() for _ in range(4)]
+        envs._gate._deadline = 0.3  # type: ignore[union-attr]
+        with pytest.raises(FleetFull, match=r"has 2 of 2 environments; node"):
+            envs.take()
+        envs.give(taken.pop())
+        assert envs.take()
 
 
 def test_a_killed_worker_is_replaced_and_changes_no_tree(nodes: Nodes, local: Any) -> None:

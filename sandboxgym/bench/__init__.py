@@ -18,10 +18,11 @@ NAMES = {
     "cheats": "cheats on SWE-bench tasks: our verdicts, the official harness's, and the findings",
     "faults": "faults that sandboxes survive, and the traces they leave",
     "pool": "a pool of workers stepping many environments",
+    "fleet": "a Ray cluster: steps, forks, recovery, many environments; simulated for a thousand nodes",
     "rollouts": "rollouts whose paths advance by themselves, against lockstep",
     "table": "all of it in a quarter of an hour: one row per operation, beside what a user would do instead",
     "compare": "two such tables: what became slower by more than the noise",
 }
 """Benchmarks with their subjects; the first is the default."""
-MODULES = {"table": "table.run", "compare": "table.compare"}
+MODULES = {"fleet": "fleet.run", "table": "table.run", "compare": "table.compare"}
 """Modules of the benchmarks that are not in one of their own name."""

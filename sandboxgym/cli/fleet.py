@@ -1,4 +1,4 @@
-"""``sandboxgym fleet``: look at the environments on a Ray cluster."""
+"""``sandboxgym fleet``: look at the environments on a Ray cluster, and empty a node."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _CLEAR = "\x1b[H\x1b[J"
 
 def main(argv: Sequence[str]) -> int:
     """``sandboxgym fleet``."""
-    parser = argparse.ArgumentParser(prog="sandboxgym fleet", description="Look at the environments on a Ray cluster.")
+    parser = argparse.ArgumentParser(
+        prog="sandboxgym fleet", description="Look at the environments on a Ray cluster, or empty one of its nodes."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     status = commands.add_parser(
         "status",
@@ -40,7 +42,20 @@ def main(argv: Sequence[str]) -> int:
         help="show it again every SECONDS (2), until Ctrl-C",
     )
     status.add_argument("--json", action="store_true", help="print one JSON object per line instead of tables")
+    leave = commands.add_parser(
+        "drain",
+        help="move everything from a node to others, and give it no new work",
+        description="Have all owners move their environments away from a node, and wait until nothing is there.",
+    )
+    leave.add_argument("node", metavar="NODE", help="id of the node, or its beginning, or its address")
+    leave.add_argument("--address", help="of the cluster, as for status")
+    leave.add_argument("--undo", action="store_true", help="let the node have new work again")
+    leave.add_argument(
+        "--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="wait no longer than this (600)"
+    )
     options = parser.parse_args(argv)
+    if options.command == "drain":
+        return drain_node(options.node, options.address, undo=options.undo, timeout=options.timeout)
     return show_status(options.address, watch=options.watch, as_json=options.json)
 
 
@@ -73,6 +88,38 @@ def show_status(address: str | None, *, watch: float | None, as_json: bool) -> i
         raise CommandError(str(error)) from error
 
 
+def drain_node(name: str, address: str | None, *, undo: bool = False, timeout: float = 600.0) -> int:
+    """Have everything moved away from a node; wait until nothing is there.
+
+    Raises:
+        CommandError: no such node, or something is still there after the timeout.
+    """
+    from sandboxgym.workers.env_host import FleetError
+    from sandboxgym.workers.fleet import connect
+    from sandboxgym.workers.fleet_status import drain, fleet_status
+
+    try:
+        connect(address or os.environ.get("RAY_ADDRESS") or "auto")
+    except FleetError as error:
+        raise CommandError(str(error)) from error
+    nodes = [node for node in fleet_status().nodes if node.alive and (node.id.startswith(name) or node.address == name)]
+    if len(nodes) != 1:
+        known = ", ".join(f"{node.id[:8]} ({node.address})" for node in nodes or fleet_status().nodes if node.alive)
+        raise CommandError(f"expected the id or the address of one node that lives, found {name!r}: there is {known}")
+    node = nodes[0].id
+    drain(node, undo=undo)
+    deadline = time.monotonic() + timeout
+    while not undo and (there := next((n for n in fleet_status().nodes if n.id == node and n.usage.workers), None)):
+        if time.monotonic() > deadline:
+            raise CommandError(
+                f"node {node[:8]} still has {there.usage.workers} workers with {there.usage.in_use} environments in "
+                f"use after {timeout:g} s; it gets no new work"
+            )
+        time.sleep(0.5)
+    print(f"node {node[:8]} may have new work again" if undo else f"nothing is on node {node[:8]} any more")
+    return OK
+
+
 def lines_of(found: FleetStatus) -> Iterator[str]:
     """The state as text."""
     alive, usage = sum(node.alive for node in found.nodes), found.usage
@@ -86,7 +133,7 @@ def lines_of(found: FleetStatus) -> Iterator[str]:
     ]
     for node in found.nodes:
         here = node.usage
-        state = "gone" if not node.alive else "head" if node.head else "alive"
+        state = "gone" if not node.alive else "draining" if node.draining else "head" if node.head else "alive"
         place = (node.id[:8], node.address, state, f"{node.cores:g}", nbytes_text(node.memory))
         counted = (here.workers, here.environments, here.in_use, here.snapshots)
         rows.append((*place, *map(str, counted), nbytes_text(here.snapshot_bytes)))

@@ -29,6 +29,8 @@ def execute_all(jobs: Sequence[EnvJob]) -> list[Answer]:
         by_worker.setdefault(id(worker), (worker, []))[1].append(index)
     answers: dict[int, Answer] = {}
     for index, job in enumerate(jobs):
+        if job.restore is None:
+            continue
         try:
             env_of(job).prepare_snapshot(job)
         except Exception as error:
@@ -68,7 +70,7 @@ class _Batch:
     def post(self) -> None:
         """Send the jobs of the environments that live, after those that begin anew have been made where needed."""
         for index, job in self.jobs.items():
-            if index in self.answers:
+            if index in self.answers or (job.reset is None and job.restore is None):
                 continue
             try:
                 env_of(job).prepare(job)

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import inspect
 import operator
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -309,11 +310,17 @@ class Host:
         Raises:
             NotKept: of the snapshot to restore, before anything else was done.
         """
-        self._drop(dropped)
+        if dropped:
+            self._drop(dropped)
         env = self._envs[slot]
         self._put_streams(env, drawn)
         if reset is not None:
             self._since.pop(slot, None)
+        if step is not None and reset is None and shipped is None and not capture:  # most jobs of a rollout
+            began = time.perf_counter()
+            stepped = env.step(*step)
+            self._count_step(slot)
+            return Executed(None, None, stepped, 0.0, time.perf_counter() - began, None)
         snap = None if shipped is None else (self._receive(shipped), seed)
         done = execute(EnvJob(env, reset=reset, restore=snap, capture=capture, step=step))
         self._counted["resets"] += reset is not None
@@ -418,6 +425,11 @@ class Host:
         if self._keeper is None:
             raise NotKept(key)
         self._keeper.store_now(key)
+
+    def store_all(self, slot: int) -> None:
+        """Write all snapshots that this worker keeps to the store, before it ends."""
+        if self._keeper is not None:
+            self._keeper.store_all()
 
     def _count_step(self, slot: int) -> None:
         self._counted["steps"] += 1

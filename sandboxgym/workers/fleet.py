@@ -17,28 +17,46 @@ to the cluster is Ray's to check (token authentication).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import os
+import pickle
 import re
 import socket
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import DependencyNotInstalled
 
+from sandboxgym.errors import SnapshotError
 from sandboxgym.tree import Envs, Failure, Recovery
-from sandboxgym.workers.env_host import Call, FleetError, Host, HostCounts, MakeEnv, Outcome, WorkerDied
-from sandboxgym.workers.fleet_status import Events, Owner, Usage, reporter_of
+from sandboxgym.workers.env_host import (
+    Call,
+    EnvFailure,
+    FleetError,
+    Host,
+    HostCounts,
+    MakeEnv,
+    Outcome,
+    WorkerDied,
+    snapshot_key,
+)
+from sandboxgym.workers.fleet_status import Events, Owner, Usage, draining, reporter_of, reports
+from sandboxgym.workers.kept import KeptSnapshot
 from sandboxgym.workers.meters import WorkerMeters
-from sandboxgym.workers.pool import PooledEnvs
-from sandboxgym.workers.process import GRACE, answer_of
-from sandboxgym.workers.remote import RemoteEnv
-from sandboxgym.workers.worker import Worker, outcome_of, packed
+from sandboxgym.workers.nodes.limits import Gate, Limits
+from sandboxgym.workers.nodes.placement import best_of, eligible, moves
+from sandboxgym.workers.pool import NEAR, PooledEnvs
+from sandboxgym.workers.process import GRACE, Answer, answer_of, packed_answers
+from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
+from sandboxgym.workers.worker import PackedCall, Worker, outcome_of, packed
+from sandboxgym.wrappers.jobs import EnvJob, EnvResult
 
 try:
     import ray
@@ -54,6 +72,9 @@ CPUS = 0.1
 _PATIENCE = 10.0
 """Seconds that the head of a cluster has to accept a connection."""
 
+
+MOVES = 4
+"""Environments that move to nodes that joined with each message of a rollout, so that no step waits for many."""
 
 _ASK_AGAIN = 60.0
 """Seconds for which a worker is not asked for anew after its node turned out to lack something."""
@@ -74,13 +95,13 @@ class _Actor:
         node = str(ray.get_runtime_context().get_node_id())
         return node, str(ray.util.get_node_ip_address()), os.getpid(), __version__  # type: ignore[no-untyped-call]
 
-    def perform(self, calls: Sequence[tuple[int, str, bytes]]) -> tuple[list[bytes], tuple[int, ...]]:
-        """Execute calls: their answers, in order, and the counts of the worker after that (`HostCounts`)."""
+    def perform(self, calls: Sequence[PackedCall]) -> tuple[bytes, tuple[int, ...]]:
+        """Execute calls: their answers, in order and packed, and the counts of the worker after that (`HostCounts`)."""
         began = time.perf_counter()
         answers = [answer_of(self.host, *call) for call in calls]
         counts = self.host.counts()
         self.meters.update(counts, time.perf_counter() - began)
-        return answers, tuple(counts)
+        return packed_answers(answers), tuple(counts)
 
     def end(self) -> None:
         """Close the environments."""
@@ -131,7 +152,10 @@ class RayWorker(Worker):
         keep: number of snapshots that it keeps.
         cpus: share of a core that Ray sets aside for it.
         resources: custom resources of Ray that it needs, such as ``{"sandbox": 1}`` of nodes that have them.
+        memory: bytes that Ray sets aside for it.
+        labels: of the nodes that may hold it, by Ray's label selectors, such as ``{"images": "swebench"}``.
         node: id of a node to be on. Where it is gone, Ray chooses another.
+        avoid: gives the ids of nodes that it must not be on, when it is asked for.
     """
 
     ships = True
@@ -142,13 +166,18 @@ class RayWorker(Worker):
         keep: int = 64,
         cpus: float = CPUS,
         resources: Mapping[str, float] | None = None,
+        memory: int | None = None,
+        labels: Mapping[str, str] | None = None,
         node: str | None = None,
+        avoid: Callable[[], Collection[str]] = tuple,
     ) -> None:
         super().__init__(keep=keep)
         connect()
+        self._labels, self._avoid = dict(labels or {}), avoid
         self._options: dict[str, Any] = {
             "num_cpus": cpus,
             "resources": dict(resources or {}),
+            "memory": memory,
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,
             "max_task_retries": 0,
@@ -162,7 +191,7 @@ class RayWorker(Worker):
         self._actor: Any = None
         self._ready: Any = None
         self._posted: deque[Any] = deque()
-        self._answers: deque[bytes] = deque()
+        self._answers: deque[Answer] = deque()
         self.node: str | None = None
         """Id of its node, once it runs."""
         self.address = ""
@@ -253,7 +282,12 @@ class RayWorker(Worker):
     def _start(self) -> None:
         self.node = self._pid = None
         path = [os.path.abspath(entry) for entry in sys.path if entry]
-        self._actor = ray.remote(_Actor).options(**self._options).remote(self._keep, path)
+        options, labels, avoided = dict(self._options), dict(self._labels), sorted(self._avoid())
+        if avoided and options["scheduling_strategy"] == "SPREAD":
+            labels["ray.io/node-id"] = f"!in({','.join(avoided)})"
+        if labels:
+            options["label_selector"] = labels
+        self._actor = ray.remote(_Actor).options(**options).remote(self._keep, path)
         self._ready = self._actor.ready.remote()
 
     def _post(self, calls: Sequence[Call]) -> None:
@@ -264,7 +298,7 @@ class RayWorker(Worker):
             if self._actor is None or not self._posted:
                 raise WorkerDied("the worker on the cluster was ended by an earlier call")
             answers, counts = self._got(self._posted.popleft(), timeout)
-            self._answers.extend(answers)
+            self._answers.extend(pickle.loads(answers))
             self._counts = HostCounts(*counts)
         return outcome_of(self._answers.popleft())
 
@@ -309,6 +343,11 @@ class RayEnvs(PooledEnvs):
         address: of the cluster; see `connect`.
         cpus: of `RayWorker`, as are ``resources``.
         resources: see there.
+        memory: see there.
+        labels: see there.
+        prefer: weights of nodes by their ids, such as the bytes of images that they have (`FleetImages.holders`):
+            workers are asked for on those with the largest, in turn, as long as they have room.
+        limits: of each node. An environment waits for room up to ``create_timeout``, then `FleetFull` is raised.
         timeout: of `RemoteEnv`; the deadline by which a frozen node counts as lost.
         reset_timeout: see there.
         create_timeout: see there; also the time that a cluster without room is given.
@@ -330,6 +369,10 @@ class RayEnvs(PooledEnvs):
         address: str | None = None,
         cpus: float = CPUS,
         resources: Mapping[str, float] | None = None,
+        memory: int | None = None,
+        labels: Mapping[str, str] | None = None,
+        prefer: Mapping[str, float] | None = None,
+        limits: Limits | None = None,
         timeout: float | None = None,
         reset_timeout: float | None = None,
         create_timeout: float | None = 300.0,
@@ -341,6 +384,18 @@ class RayEnvs(PooledEnvs):
     ) -> None:
         connect(address)
         self._worker_options: dict[str, Any] = {"cpus": cpus, "resources": resources}
+        self._worker_options |= {"memory": memory, "labels": labels}
+        self._preferred = itertools.cycle(best_of(prefer or {}))
+        self._needs = {"CPU": cpus, **({"memory": memory} if memory else {}), **(resources or {})}
+        self._draining: set[str] = set()
+        self._leaving: dict[int, bool] = {}
+        """Workers that environments are moved away from; True where all are at once, because the node is drained."""
+        self._left: set[int] = set()
+        """Workers that were left and have ended."""
+        self.moved = 0
+        """Environments that were moved to another node while a path used them."""
+        self._moving = threading.RLock()
+        self._reported: tuple[float, dict[str, Usage]] = (-1.0, {})
         cores = ray.cluster_resources().get("CPU", 1)  # type: ignore[no-untyped-call]
         count = workers if workers is not None else max(1, int(cores))
         super().__init__(
@@ -356,12 +411,39 @@ class RayEnvs(PooledEnvs):
             **kwargs,
         )
         self._patience = create_timeout
+        self._gate = Gate(limits, self._usage, deadline=create_timeout) if limits is not None else None
         self._events = Events()
         self._reporter = reporter_of(self, spec_id(env))
 
     def new_worker(self) -> Worker:
         """A worker on the cluster."""
-        return RayWorker(**self._worker_options)
+        return self._asked_for(next(self._preferred, None))
+
+    def _asked_for(self, node: str | None) -> RayWorker:
+        return RayWorker(**self._worker_options, node=node, avoid=lambda: self._draining)
+
+    def take_near(self, snap: Any) -> gym.Env[Any, Any]:
+        """A live environment as `take` gives it, on the worker or at least the node that has a snapshot.
+
+        Unless that has `NEAR` more in use than another.
+        """
+        places, key = self._places(), snapshot_key(snap)
+        kept = snap.kept if isinstance(snap, KeptSnapshot) else None
+        holders = [
+            place
+            for place in places
+            if (kept.at(self._worker(place)) if kept is not None else self._worker(place).holds(key))
+        ]
+        nodes = {self._worker(place).node for place in holders}
+        beside = [place for place in places if self._worker(place).node in nodes]
+        fewest = min(self._taken[place] for place in places)
+        for group in (holders, beside):
+            if group:
+                place = min(group, key=self._taken.__getitem__)
+                if self._taken[place] < fewest + NEAR:
+                    with contextlib.suppress(WorkerDied):  # it was lost, and nobody knew
+                        return self.take_at(place)
+        return self.take()
 
     def take_at(self, place: int) -> gym.Env[Any, Any]:
         """A live environment on the worker with a number.
@@ -369,7 +451,14 @@ class RayEnvs(PooledEnvs):
         Raises:
             WorkerDied: it was lost; or its node lacks what the environment needs, and is left alone for some time.
         """
+        with self._moving:
+            if place in self._left:
+                raise WorkerDied("the worker was left for another node")
+            self._taken[place] += 1  # so that it is not left meanwhile
+        node = self._worker(place).node
         try:
+            if self._gate is not None and node is not None and not self._free[place]:
+                self._gate.created(node)
             return super().take_at(place)
         except Exception as error:
             worker = self._worker(place)
@@ -381,6 +470,8 @@ class RayEnvs(PooledEnvs):
                     self._worker(other).refuse(reason)
             worker.refuse(reason)
             raise WorkerDied(reason) from error
+        finally:
+            self._taken[place] -= 1
 
     def _worker(self, place: int) -> RayWorker:
         worker = self._slots[place].worker
@@ -390,10 +481,120 @@ class RayEnvs(PooledEnvs):
     def give(self, env: gym.Env[Any, Any]) -> None:
         """Return an environment, for use by the next path; one whose worker was lost is closed."""
         assert isinstance(env, RemoteEnv)
-        if env.lost:
-            self.discard(env)
-        else:
-            super().give(env)
+        with self._moving:
+            if env.lost or self._at[id(env)] in self._leaving:
+                self.discard(env)
+            else:
+                super().give(env)
+
+    def execute_all(self, jobs: Sequence[EnvJob]) -> list[EnvResult | Exception]:
+        """Execute jobs as `PooledEnvs` does, after environments have moved whose worker is being left."""
+        if self._leaving:
+            self._move(jobs)
+        return super().execute_all(jobs)
+
+    def _move(self, jobs: Sequence[EnvJob]) -> None:
+        """Move environments of jobs, which are at rest: all of a drained node, some where nodes joined."""
+        some, targets = MOVES, self._targets()
+        for job in jobs:
+            env = job.env
+            assert isinstance(env, RemoteEnv)
+            place = self._at.get(id(env))
+            if not targets or place not in self._leaving or env.lost or not (self._leaving[place] or some):
+                continue
+            some -= not self._leaving[place]
+            target = min(targets, key=self._taken.__getitem__)
+            try:
+                env.move_to(self._slots[target], blank=job.reset is not None or job.restore is not None)
+            except (EnvFailure, FleetError, SnapshotError) as error:  # it stays, and goes with its worker at worst
+                logger.warning("an environment could not be moved: %s: %s", type(error).__name__, error)
+                continue
+            with self._moving:
+                self._taken[place] -= 1
+                self._taken[target] += 1
+                self._at[id(env)] = target
+            self.moved += 1
+
+    def tend(self) -> None:
+        """Look at the nodes: begin to leave those that are drained, use those that joined, end workers that are left.
+
+        Called every two seconds, in a thread of its own.
+        """
+        with self._moving:
+            self._draining = draining()
+            for place in self._present():
+                if self._worker(place).node in self._draining and not self._leaving.get(place):
+                    known = place in self._leaving
+                    self._leaving[place] = True
+                    if not known:
+                        self._replace(place, None)
+            if not self._leaving:
+                there: dict[str, list[int]] = {}
+                starting = False
+                for place in sorted(self._present(), key=self._taken.__getitem__):
+                    node = self._worker(place).node
+                    starting = starting or node is None
+                    there.setdefault(node or "", []).append(place)
+                nodes = eligible(ray.nodes(), self._needs, self._draining)  # type: ignore[no-untyped-call]
+                for place, node in [] if starting else moves(there, nodes):
+                    self._leaving[place] = False
+                    self._replace(place, node)
+            ended = [place for place in list(self._leaving) if self._is_left(place)]
+        for place in ended:
+            worker = self._worker(place)
+            if worker.keeping is not None and worker.alive:
+                with contextlib.suppress(EnvFailure):
+                    worker.call(0, "store_all", timeout=self._patience)
+            worker.close()
+
+    def _targets(self) -> list[int]:
+        """Numbers of the workers that run and stay, without waiting for one."""
+        return [place for place in self._present() if place not in self._leaving and self._worker(place).ready]
+
+    def _present(self) -> list[int]:
+        """Numbers of the workers that were not left for good."""
+        return [place for place in range(len(self._slots)) if place not in self._left]
+
+    def _replace(self, place: int, node: str | None) -> None:
+        worker = self._asked_for(node)
+        worker.keeping = self._slots[place].worker.keeping
+        worker.start()
+        self._taken.append(0)
+        self._free.append([])
+        self._slots.append(WorkerSlots(worker, keep_on=True))
+
+    def _is_left(self, place: int) -> bool:
+        """True, once, if no path uses a worker any more that is being left, and others run."""
+        if not self._targets():
+            return False
+        free, self._free[place] = self._free[place], []
+        for env in free:
+            del self._at[id(env)]
+            Envs.discard(self, env)
+        if self._taken[place]:
+            return False
+        del self._leaving[place]
+        self._left.add(place)
+        return True
+
+    def _usage(self) -> dict[str, Usage]:
+        """Usage of each node by all owners: this one's now, that of others as they reported last."""
+        at, others = self._reported
+        if time.monotonic() - at > 1.0:
+            others = {}
+            for key, owner in reports():
+                if key != self._reporter.key:
+                    for node, there in owner.nodes.items():
+                        others[node] = others.get(node, Usage()).plus(there)
+            self._reported = time.monotonic(), others
+        found = dict(others)
+        for place in self._present():
+            worker = self._worker(place)
+            if worker.node is not None:
+                live = sum(at == place for at in list(self._at.values()))
+                own = Usage(1, live, self._taken[place], worker.counts.kept, worker.counts.kept_bytes)
+                found[worker.node] = found.get(worker.node, Usage()).plus(own)
+        return found
 
     def note(self, event: Failure | Recovery) -> None:
         """Count what a rollout lost and recovered, for the state of the fleet."""
@@ -407,6 +608,8 @@ class RayEnvs(PooledEnvs):
             worker = self._worker(place)
             counts = counts.plus(worker.counts)
             replaced += max(0, worker.generation - 1)
+            if place in self._left and not worker.alive:
+                continue
             if (node := worker.node) is None:
                 starting += 1
                 continue
@@ -433,7 +636,11 @@ class RayEnvs(PooledEnvs):
         super().close()
 
     def _places(self) -> Sequence[int]:
-        return self._running()
+        if self._gate is None:
+            return self._running()
+        return self._gate.admitted(
+            lambda: [(place, self._worker(place).node or "", bool(self._free[place])) for place in self._running()]
+        )
 
     def _running(self) -> list[int]:
         """Numbers of the workers that run; waits until there is one. Lost ones are asked for anew here.
@@ -443,9 +650,12 @@ class RayEnvs(PooledEnvs):
         """
         deadline = None if self._patience is None else time.monotonic() + self._patience
         while True:
-            running = []
-            for place in range(len(self._slots)):
+            running, leaving = [], []
+            for place in self._present():
                 worker = self._worker(place)
+                if place in self._leaving:
+                    leaving += [place] if worker.ready else []
+                    continue
                 with worker.lock:
                     if not worker.alive:
                         free, self._free[place] = self._free[place], []
@@ -455,10 +665,11 @@ class RayEnvs(PooledEnvs):
                         worker.restart()
                     if worker.ready:
                         running.append(place)
-            if running:
-                return running
-            unfit = {worker.unfit for worker in map(self._worker, range(len(self._slots))) if not worker.alive}
-            if "" not in unfit and not any(shared.worker.alive for shared in self._slots):
+            # Until another runs, a worker that is left for a node that joined serves; one of a drained node does not.
+            if running or (leaving := [place for place in leaving if not self._leaving.get(place, True)]):
+                return running or leaving
+            unfit = {worker.unfit for worker in map(self._worker, self._present()) if not worker.alive}
+            if "" not in unfit and not any(self._worker(place).alive for place in self._present()):
                 raise FleetError("; ".join(sorted(unfit)))
             if deadline is not None and time.monotonic() > deadline:
                 raise FleetError(

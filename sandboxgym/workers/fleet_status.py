@@ -44,6 +44,7 @@ WINDOW = 10.0
 """Seconds over which the rate of steps is measured."""
 _NAMESPACE = "sandboxgym"
 _PREFIX = "fleet/"
+_DRAINS = "drain/"
 _HEAD = "node:__internal_head__"
 
 
@@ -128,6 +129,8 @@ class Node:
     resources: dict[str, float]
     """Custom resources."""
     usage: Usage
+    draining: bool = False
+    """True if it gets no new work and owners leave it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +158,8 @@ def fleet_status() -> FleetStatus:
 
     Reports of owners that are gone are deleted.
     """
-    owners = sorted(_reports(), key=lambda owner: owner.name)
-    nodes = []
+    owners = sorted((owner for _, owner in reports()), key=lambda owner: owner.name)
+    nodes, leaving = [], draining()
     for found in ray.nodes():  # type: ignore[no-untyped-call]
         resources, alive = found["Resources"], bool(found["Alive"])
         usage = Usage()
@@ -177,14 +180,32 @@ def fleet_status() -> FleetStatus:
                 memory=int(resources.get("memory", 0)),
                 resources=own,
                 usage=usage,
+                draining=alive and found["NodeID"] in leaving,
             )
         )
     nodes.sort(key=lambda node: (not node.alive, not node.head, node.address, node.id))
     return FleetStatus(nodes, owners)
 
 
-def _reports() -> list[Owner]:
-    """Reports of owners that live; the rows of others are deleted."""
+def drain(node: str, *, undo: bool = False) -> None:
+    """Mark a node, by its id: it gets no new work, and every owner moves what it has there to other nodes."""
+    if undo:
+        internal_kv._internal_kv_del(f"{_DRAINS}{node}", namespace=_NAMESPACE)
+    else:
+        internal_kv._internal_kv_put(f"{_DRAINS}{node}", b"1", namespace=_NAMESPACE)
+
+
+def draining() -> set[str]:
+    """Ids of the nodes that are being drained, by `drain` or by Ray itself, which learns of preemptions."""
+    keys = internal_kv._internal_kv_list(_DRAINS, namespace=_NAMESPACE)
+    found = {key.decode().removeprefix(_DRAINS) for key in keys}
+    with contextlib.suppress(Exception):  # a client of ray:// has no access to it
+        found |= set(ray._private.state.state.get_draining_nodes())
+    return found
+
+
+def reports() -> list[tuple[str, Owner]]:
+    """Reports of owners that live, each with the key of its row; the rows of others are deleted."""
     found = []
     for key in internal_kv._internal_kv_list(_PREFIX, namespace=_NAMESPACE):
         row = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
@@ -194,7 +215,7 @@ def _reports() -> list[Owner]:
         if abs(time.time() - owner.at) > STALE:
             internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
         else:
-            found.append(owner)
+            found.append((key.decode(), owner))
     return found
 
 
@@ -232,7 +253,8 @@ class Reporter:
     """
 
     def __init__(self, env: str, measure: Callable[[], tuple[Owner, HostCounts] | None]) -> None:
-        self._key = f"{_PREFIX}{os.urandom(8).hex()}"
+        self.key = f"{_PREFIX}{os.urandom(8).hex()}"
+        """Key of its row."""
         self._name = f"{socket.gethostname()}:{os.getpid()}"
         self._env, self._measure = env, measure
         self._began = time.monotonic()
@@ -264,7 +286,7 @@ class Reporter:
             steps_per_second=rate,
             store_bytes=counts.written,
         )
-        internal_kv._internal_kv_put(self._key, owner.to_json(), namespace=_NAMESPACE)
+        internal_kv._internal_kv_put(self.key, owner.to_json(), namespace=_NAMESPACE)
         return True
 
     def close(self) -> None:
@@ -277,7 +299,7 @@ class Reporter:
     def _delete(self) -> None:
         if ray.is_initialized():
             with contextlib.suppress(Exception):  # the cluster is gone, and the report with it
-                internal_kv._internal_kv_del(self._key, namespace=_NAMESPACE)
+                internal_kv._internal_kv_del(self.key, namespace=_NAMESPACE)
 
     def _work(self) -> None:
         failed = False
@@ -300,6 +322,9 @@ def reporter_of(owner: Any, env: str) -> Reporter:
 
     def measure() -> tuple[Owner, HostCounts] | None:
         envs = reference()
-        return None if envs is None else envs.measured()
+        if envs is None:
+            return None
+        envs.tend()
+        return envs.measured()  # type: ignore[no-any-return]
 
     return Reporter(env, measure)

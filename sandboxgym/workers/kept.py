@@ -198,6 +198,12 @@ class Keeper:
         finally:
             self._written()
 
+    def store_all(self) -> None:
+        """Write every kept snapshot to the store, unless that has been done or it is dropped meanwhile."""
+        for key in list(self._kept):
+            with contextlib.suppress(SnapshotMissing):
+                self.store_now(key)
+
     def drop(self, keys: list[SnapKey]) -> None:
         """Keep snapshots no longer; what the store has of them is not held any more."""
         with self._changed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 import select
@@ -63,24 +64,63 @@ def _stop(*_: object) -> None:
 
 def _serve(pipe: Connection[Any, Any], host: Host) -> None:
     while message := pipe.recv_bytes():
-        answers: list[bytes] = []
+        answers: list[Answer] = []
         since = time.monotonic()
-        for slot, method, args in pickle.loads(message):
+        for call in pickle.loads(message):
             # A call that hangs must not keep the answers before it: the owner would hold an earlier call for late.
-            if answers and (method != "execute" or time.monotonic() - since > _LINGER):
-                pipe.send_bytes(pickle.dumps(answers))
+            if answers and (call[1] != "execute" or time.monotonic() - since > _LINGER):
+                pipe.send_bytes(packed_answers(answers))
                 answers, since = [], time.monotonic()
-            answers.append(answer_of(host, slot, method, args))
-        pipe.send_bytes(pickle.dumps(answers))
+            answers.append(answer_of(host, *call))
+        pipe.send_bytes(packed_answers(answers))
 
 
-def answer_of(host: Host, slot: int, method: str, args: bytes) -> bytes:
+Answer = bytes | tuple[Any]
+"""Answer to a call: its value, or, as bytes that are unpickled by themselves, a value or an exception."""
+
+
+def answer_of(host: Host, slot: int, method: str, args: bytes | tuple[Any, ...]) -> Answer:
     """Execute a call; its value or its exception, as ``worker.outcome_of`` reads it."""
     try:
-        return pickle.dumps((False, dumps(host.perform(Call(slot, method, pickle.loads(args))))))
+        return (host.perform(Call(slot, method, pickle.loads(args) if isinstance(args, bytes) else args)),)
     except _Stop:
         raise
     except BaseException as error:  # SystemExit in an environment too: only the owner ends a worker
+        return pickle.dumps((True, _dumps_error(error)))
+
+
+def packed_answers(answers: list[Answer]) -> bytes:
+    """Pickle answers for their owner: all at once, unless one has objects that might fail to pickle or to unpickle.
+
+    At once, what they have in common is pickled once: keys, texts and classes.
+    """
+    buffer = io.BytesIO()
+    try:
+        _PlainPickler(buffer, pickle.HIGHEST_PROTOCOL).dump(answers)
+        return buffer.getvalue()
+    except Exception:  # of any type: objects say what they like; an answer by itself harms no other
+        return pickle.dumps([answer if isinstance(answer, bytes) else _by_itself(*answer) for answer in answers])
+
+
+class _PlainPickler(pickle.Pickler):
+    """Refuses objects of other packages, which the owner may be unable to unpickle."""
+
+    def reducer_override(self, value: Any) -> Any:
+        """See ``pickle.Pickler``; never called for plain data."""
+        module = getattr(value, "__module__", None) or type(value).__module__
+        if module.partition(".")[0] not in _KNOWN:
+            raise pickle.PicklingError(module)
+        return NotImplemented
+
+
+_KNOWN = ("sandboxgym", "numpy", "builtins", "collections", "datetime")
+"""Packages whose objects an owner can unpickle."""
+
+
+def _by_itself(value: Any) -> bytes:
+    try:
+        return pickle.dumps((False, dumps(value)))
+    except BaseException as error:
         return pickle.dumps((True, _dumps_error(error)))
 
 

@@ -103,6 +103,7 @@ class RemoteEnv(gym.Env[Any, Any]):
     captures_stack: ClassVar[bool] = True
     """Snapshots include the wrappers in the worker; see ``wrappers/stack.py``."""
 
+    _described: Description
     _num_tasks: int | None = None
     """Number of tasks, once it was asked for."""
 
@@ -172,6 +173,37 @@ class RemoteEnv(gym.Env[Any, Any]):
     def lost(self) -> bool:
         """True if its worker ended; a reset or a restore starts another."""
         return not self._living()
+
+    def move_to(self, shared: WorkerSlots, *, blank: bool = False) -> None:
+        """Continue in another worker, from a snapshot; if anything fails, it stays where it is.
+
+        Args:
+            shared: the slots of the other worker.
+            blank: without its state, because a reset or a restore comes next.
+
+        Raises:
+            SnapshotError, EnvFailure: of the snapshot, or of either worker.
+        """
+        old, old_slot, old_generation, described = self._slots, self._slot, self._generation, self._described
+        snap = None if blank else self.snapshot()
+        try:
+            self._slots, self._slot = shared, shared.join()
+            try:
+                self._take_on(self._create())
+                if snap is not None:
+                    self.restore(snap)
+            except BaseException:
+                shared.leave(self._slot)
+                self._slots, self._slot, self._generation = old, old_slot, old_generation
+                self._described = described
+                raise
+        finally:
+            if snap is not None:
+                snap.release()
+        if old.worker.alive and old_generation == old.worker.generation:
+            with contextlib.suppress(Exception):
+                old.worker.call(old_slot, "close", timeout=self._reset_timeout)
+        old.leave(old_slot)
 
     def prepare(self, job: EnvJob) -> None:
         """Make the environment anew, if it was lost with its worker and a job begins by a reset or a restore."""

@@ -48,7 +48,7 @@ from sandboxgym.workers.env_host import (
     snapshot_key,
 )
 from sandboxgym.workers.kept import Keeping, Kept, KeptSnapshot, SnapKey
-from sandboxgym.workers.process import GRACE, dumps
+from sandboxgym.workers.process import GRACE, Answer, dumps
 from sandboxgym.workers.store import Lease, SnapshotStore
 
 Mode = Literal["sync", "thread", "process"]
@@ -172,10 +172,9 @@ class Worker(ABC):
 
     def take_dropped(self) -> list[SnapKey]:
         """Snapshots that the worker is to be told to drop, which is done with this."""
-        found = []
-        with contextlib.suppress(IndexError):
-            while True:
-                found.append(self.dropped.popleft())
+        found: list[SnapKey] = []
+        while self.dropped:  # threads only append to it, and who takes from it holds the worker's lock
+            found.append(self.dropped.popleft())
         return found
 
     def prepare(self, snap: Any, timeout: float | None = None) -> None:
@@ -401,7 +400,7 @@ class ProcessWorker(Worker):
         super().__init__(keep=keep)
         self._process: subprocess.Popen[bytes] | None = None
         self._pipe: Connection[Any, Any] | None = None
-        self._answers: deque[bytes] = deque()
+        self._answers: deque[Answer] = deque()
         self._end: Callable[[], Any] = lambda: None
         self._owner = os.getpid()
 
@@ -460,7 +459,7 @@ class ProcessWorker(Worker):
     def _post(self, calls: Sequence[Call]) -> None:
         assert self._pipe is not None
         with contextlib.suppress(OSError):  # dead; take() says so
-            self._pipe.send_bytes(pickle.dumps(packed(calls)))
+            self._pipe.send_bytes(pickle.dumps(packed(calls), pickle.HIGHEST_PROTOCOL))
 
     def _take(self, timeout: float | None) -> Outcome:
         if self._pipe is None or self._process is None:
@@ -490,8 +489,10 @@ class ProcessWorker(Worker):
         return WorkerDied(f"worker process {process.pid} {how}")
 
 
-def outcome_of(answer: bytes) -> Outcome:
+def outcome_of(answer: Answer) -> Outcome:
     """The outcome that another process answered with; see ``process.answer_of``."""
+    if isinstance(answer, tuple):
+        return Outcome(answer[0])
     try:
         failed, content = pickle.loads(answer)
         value = pickle.loads(content)
@@ -504,9 +505,22 @@ def outcome_of(answer: bytes) -> Outcome:
     return Outcome(None, exception)
 
 
-def packed(calls: Sequence[Call]) -> list[tuple[int, str, bytes]]:
+PackedCall = tuple[int, str, bytes | tuple[Any, ...]]
+"""A call on its way to another process: arguments that are plain data as they are, others as bytes."""
+
+
+def packed(calls: Sequence[Call]) -> list[PackedCall]:
     """Calls as another process receives them."""
-    return [(call.slot, call.method, _dumps_args(call)) for call in calls]
+    return [(call.slot, call.method, call.args if _plain(call) else _dumps_args(call)) for call in calls]
+
+
+def _plain(call: Call) -> bool:
+    """True for a step with a text or a number as its action, and nothing else: most calls of a rollout."""
+    if call.method != "execute":
+        return False
+    reset, shipped, _, drawn, _, step, dropped = call.args
+    others = reset is not None or shipped is not None or drawn is not None or dropped
+    return not others and step is not None and type(step[0]) in (str, int)
 
 
 def _dumps_args(call: Call) -> bytes:
