@@ -60,8 +60,6 @@ from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.engine import EngineError
 from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
-from bpo_ref.sampling.served import Fleet
-from bpo_ref.sampling.weights import Publisher
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.system.atomic import write_atomic
@@ -115,9 +113,7 @@ class TrainingSession:
     behind: dict[str, Any] | None = None
     """With ``staleness``: the weights and the statistics that sample the next update's rollouts, for checkpoints."""
     _lock: IO[str] | None = None
-    _publisher: Publisher | None = None
-    _served_at: tuple[Stage, int] | None = None
-    """Stage and step of the weights that servers have."""
+    _servers: servers.Servers | None = None
 
     def __init__(self, args: Args) -> None:
         given = args = folder.named(args)
@@ -182,7 +178,7 @@ class TrainingSession:
         )
         if args.lookahead:
             check_prompt(self.prompt, self.chat)
-        self._publisher = self._reach_servers(model) if args.backend == "vllm" else None
+        self._servers = self._reach_servers(model) if args.backend == "vllm" else None
         whole = ActorCritic(model) if args.critic else model
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in whole.parameters()]
         if saved is not None and args.critic:
@@ -325,8 +321,8 @@ class TrainingSession:
         self.envs.close()
         self.eval_envs.close()
         self.log.close()
-        if self._publisher is not None and self.accelerator.is_main_process:
-            self._publisher.close()
+        if self._servers is not None:
+            self._servers.close()
         if self._lock is not None:
             self._lock.close()
 
@@ -428,14 +424,13 @@ class TrainingSession:
         """Context in which each process may sample and run any number of forward passes; see `Strategy.gathered`.
 
         Raises:
-            TrainingFailed: a server should sleep when all processes have left it, and does not.
+            EngineError: a server should sleep when all processes have left it, and does not.
         """
         asked = self.reference is not None and self.args.kl_in == "reward"
         with self.strategy.gathered(*([self.reference] if asked else [])):
             yield
-        if self._publisher is not None and self.args.server_sleeps:
-            self.accelerator.wait_for_everyone()
-            self._all_of_servers(self._publisher.fleet.sleep)
+        if self._servers is not None:
+            self._servers.left()
 
     def enter_rl(self) -> None:
         """Make the SFT policy the initial policy and the reference, with its adapters merged."""
@@ -530,7 +525,7 @@ class TrainingSession:
             entropies=self.args.schedule in BY_ENTROPY,
             sampler_logps=self.args.tis > 0,
             pinned=self.args.staleness > 0,
-            fleet=None if self._publisher is None else self._served(self._publisher),
+            fleet=None if self._servers is None else self._servers.fleet(self.policy, (self.stage, self.step)),
         )
         skip = self.args.entropy_skip
         skip = self.chat.length(self.prompt.opening) if skip is None else skip
@@ -548,7 +543,7 @@ class TrainingSession:
             refresh(self._twin, self.policy)
         return self._twin
 
-    def _reach_servers(self, model: CausalLM) -> Publisher:
+    def _reach_servers(self, model: CausalLM) -> servers.Servers:
         """Find the servers and compare them with what the run needs.
 
         Raises:
@@ -556,44 +551,8 @@ class TrainingSession:
         """
         publisher = servers.publisher_of(self.args, self.tokenizer, self.chat, vocabulary=model.config.vocab_size)
         self._all_refuse(lambda: servers.difference(publisher.fleet, self.args, self.tokenizer, self.chat))
-        return publisher
-
-    def _served(self, publisher: Publisher) -> Fleet:
-        """The servers, with the current weights; all processes have to ask for them, within `gathered`.
-
-        Raises:
-            TrainingFailed: a server does not have them.
-        """
-        at = self.stage, self.step
-        # gathered weights are new tensors each time, which do not tell whether they have changed
-        if self.args.server_sleeps:
-            self._all_of_servers(publisher.fleet.wake)
-        if at != self._served_at if self.strategy.sharded else not publisher.current(self.policy):
-            version = self._all_of_servers(lambda: publisher.publish(self.policy))
-            if not self.accelerator.is_main_process:
-                publisher.follow(self.policy, version)
-            self._served_at = at
-        return publisher.fleet
-
-    def _all_of_servers(self, ask: Callable[[], Item]) -> Item:
-        """Ask something of the servers in the first process, for all processes.
-
-        Raises:
-            TrainingFailed: in all of them, if it fails.
-        """
-        told: tuple[str | None, Any] = None, None
-        if self.accelerator.is_main_process:
-            try:
-                told = None, ask()
-            except EngineError as error:
-                told = str(error), None
-        if self.accelerator.num_processes > 1:
-            told = broadcast_object_list([told])[0]
-        failure, answer = told
-        if failure is not None:
-            raise TrainingFailed(failure)
-        found: Item = answer
-        return found
+        sharded, sleeps = self.strategy.sharded, self.args.server_sleeps
+        return servers.Servers(publisher, self.accelerator, sharded=sharded, sleeps=sleeps)
 
     def evaluate(self, name: str) -> Score:
         """Play the evaluation set with the current policy and log the score under the name."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from accelerate import Accelerator
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedTokenizerBase
 
 from bpo_ref.sampling.chat import ChatFormat
@@ -16,6 +19,9 @@ from bpo_ref.sampling.weights import Proof, Publisher, prompts_of
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
+    from bpo_ref.learning.models import CausalLM
+
+Item = TypeVar("Item")
 
 SAMPLE = "a task of many words: go to desk 1, search[red shoes], git diff"
 """Text on which tokenizers are compared."""
@@ -52,3 +58,68 @@ def difference(fleet: Fleet, args: Args, tokenizer: PreTrainedTokenizerBase, cha
     except EngineError as error:
         return f"server: {error}"
     return None
+
+
+class Servers:
+    """The servers of a run: asked by its first process, for all processes.
+
+    Args:
+        publisher: of the weights.
+        accelerator: the processes of the run.
+        sharded: whether weights are gathered into new tensors each time, which do not tell whether they have changed.
+        sleeps: whether servers sleep between rollouts (``server_sleeps``).
+    """
+
+    def __init__(self, publisher: Publisher, accelerator: Accelerator, *, sharded: bool, sleeps: bool) -> None:
+        self._publisher, self._accelerator = publisher, accelerator
+        self._sharded, self._sleeps = sharded, sleeps
+        self._have: Any = None  # name of the weights that servers have
+
+    def fleet(self, policy: CausalLM, name: Any) -> Fleet:
+        """Return the servers, awake and with these weights; all processes have to ask for them.
+
+        Args:
+            policy: the weights, whole.
+            name: one that they alone have in this run, such as stage and step.
+
+        Raises:
+            EngineError: in all processes, if a server does not have them.
+        """
+        if self._sleeps:
+            self._ask(self._publisher.fleet.wake)
+        if name != self._have if self._sharded else not self._publisher.current(policy):
+            version = self._ask(lambda: self._publisher.publish(policy))
+            if not self._accelerator.is_main_process:
+                self._publisher.follow(policy, version)
+            self._have = name
+        return self._publisher.fleet
+
+    def left(self) -> None:
+        """Let the servers sleep, if they should, once all processes have got their answers.
+
+        Raises:
+            EngineError: in all processes, if a server does not sleep.
+        """
+        if self._sleeps:
+            self._accelerator.wait_for_everyone()
+            self._ask(self._publisher.fleet.sleep)
+
+    def close(self) -> None:
+        """Remove what was published."""
+        if self._accelerator.is_main_process:
+            self._publisher.close()
+
+    def _ask(self, ask: Callable[[], Item]) -> Item:
+        told: tuple[str | None, Any] = None, None
+        if self._accelerator.is_main_process:
+            try:
+                told = None, ask()
+            except EngineError as error:
+                told = str(error), None
+        if self._accelerator.num_processes > 1:
+            told = broadcast_object_list([told])[0]
+        failure, answer = told
+        if failure is not None:
+            raise EngineError(failure)
+        found: Item = answer
+        return found
