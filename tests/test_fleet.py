@@ -582,6 +582,13 @@ def test_a_cluster_that_is_not_there_is_told_in_a_sentence(monkeypatch: pytest.M
     monkeypatch.setattr(ray, "init", refused)
     with pytest.raises(FleetError, match=r"expected a Ray cluster at auto .*Version mismatch"):
         fleet.connect("auto")
+
+    def late(**_: Any) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray does
+
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(FleetError, match=r"expected a Ray cluster at local .*timed out during startup"):
+        fleet.connect("local")
     monkeypatch.setattr(fleet, "ray", None)
     with pytest.raises(gym.error.DependencyNotInstalled, match=r"sandboxgym\[ray\]"):
         fleet.connect()

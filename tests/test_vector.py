@@ -15,7 +15,8 @@ from worker_envs import Said, Trouble
 
 import sandboxgym
 from sandboxgym.workers.env_host import CallTimedOut, EnvFailure, WorkerDied
-from sandboxgym.workers.vector import EpisodeOver, NotEnoughIdle, SnapshotVectorEnv, batch_infos
+from sandboxgym.workers.infos import batch_infos
+from sandboxgym.workers.vector import EpisodeOver, NotEnoughIdle, SnapshotVectorEnv
 
 worker_envs.register()
 MODES = ("sync", "thread", "process")

@@ -129,7 +129,7 @@ def connect(address: str | None = None) -> None:
     try:
         _look_for(address)
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+    except Exception as error:  # a start that takes too long is a plain Exception
         lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
         # Of two versions only the lines after the first say which they are.
         reason = ", ".join(lines).replace(":,", ":") if "mismatch" in lines[0] else lines[0]
