@@ -666,8 +666,10 @@ class TrainingSession:
                 return str(error)
             if self.args.overwrite:
                 folder.clear(self.out)
-            elif not self.args.resume and folder.holds_run(self.out):  # of a process that started in the meantime
-                return folder.refusal(self.args)
+            elif not self.args.resume:
+                if folder.holds_run(self.out):  # of a process that started in the meantime
+                    return folder.refusal(self.args)
+                shutil.rmtree(self.out / journals.FOLDER, ignore_errors=True)  # of a run that was killed at once
             return None
 
         self._all_refuse(take)

@@ -109,7 +109,7 @@ def test_every_configuration_goes_with_servers(path: Path) -> None:
         (["--lora-r", "32", "--server-sends", "adapters", "--sft-steps", "9"], "server_sends: .*which SFT changes"),
     ]:
         with pytest.raises(ConfigError, match=message):
-            parse_args([*given, *wrong])
+            resolved(parse_args([*given, *wrong]))
 
 
 # Memory.
