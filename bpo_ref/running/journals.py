@@ -33,8 +33,8 @@ def settings_of(args: Args, *, may_change: Collection[str]) -> str:
 
 def weights_of(model: Any) -> str:
     """Digest of a model's trained weights: of the sum of each of them."""
-    sums = [parameter.detach().sum(dtype=torch.float64).item() for parameter in model.parameters()]
-    return hashlib.sha256(json.dumps(sums).encode()).hexdigest()[:16]
+    sums = [parameter.detach().sum(dtype=torch.float64) for parameter in model.parameters()]
+    return hashlib.sha256(json.dumps(torch.stack(sums).tolist()).encode()).hexdigest()[:16]  # one wait for a GPU
 
 
 def opened(out: Path, head: dict[str, Any], seed: Sequence[int], *, part: int, recall: bool) -> Journal:

@@ -83,7 +83,7 @@ class LoopSession(TrainingSession):
     def __init__(
         self, args: Args, mdp: MDP, *, reference: np.ndarray | None, values: np.ndarray | None, silent: bool
     ) -> None:
-        self.args = args = resolved(args)
+        self.args = args = resolved(replace(args, journal="off"))
         self.accelerator = Accelerator(cpu=True)
         self.strategy = Replicated(self.accelerator, dtype=torch.float32, clip=args.max_grad_norm)
         self.mdp, self.silent = mdp, silent

@@ -28,7 +28,7 @@ VALUES = np.sin(np.arange(5.0))
 
 COMMON: dict[str, Any] = {
     "prompts": 8, "max_turns": 5, "context": 64, "spacing": 1, "lr": LR, "max_grad_norm": 1e9,
-    "aggregation": "constant", "eval_every": 10**9, "journal": "off",
+    "aggregation": "constant", "eval_every": 10**9,
 }  # fmt: skip
 KL: dict[str, Any] = {"kl": 0.3, "kl_in": "reward"}
 SPLIT: dict[str, Any] = {"algo": "bpo", "roulette_below": 0.4, "width": 2, "points": 3}
