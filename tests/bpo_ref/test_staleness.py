@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +32,7 @@ from bpo_ref.train import Trainer
 from sandboxgym.tree import RolloutTree
 
 TRAIN = Path(__file__).parents[2] / "bpo_ref/train.py"
+KILLED = Path(__file__).with_name("killed_in_update.py")
 STALE: dict[str, Any] = {"staleness": 1, "tis": 2.0}
 
 
@@ -267,20 +270,17 @@ def test_a_run_that_was_killed_continues_exactly(folder: Path, tmp_path: Path, s
         servers = [server] if served else []
         whole = stale_trainer(folder, tmp_path / "whole", *servers, **options)
         whole.run()
-        pid = os.fork()
-        if not pid:  # a process of its own, with the address of the same server
-            killed = stale_trainer(folder, tmp_path / "parts", *servers, **options)
-            optimize = killed._optimize
-
-            def die(trees: list[RolloutTree]) -> dict[str, float]:
-                if killed.session.step == 2:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return optimize(trees)
-
-            killed._optimize = die  # type: ignore[method-assign]
-            killed.run()
-            os._exit(0)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
+        args = {**SMALL, **STALE, **options, "model": str(folder), "out": str(tmp_path / "parts")}
+        args |= {"server": [server.url for server in servers], "backend": "vllm" if served else "hf"}
+        path = os.pathsep.join([str(Path(__file__).parent), str(TRAIN.parents[1])])
+        killed = subprocess.run(
+            [sys.executable, "-P", str(KILLED), json.dumps(args), "2"],
+            env={**os.environ, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert killed.returncode == -signal.SIGKILL, killed.stderr
         rest = stale_trainer(folder, tmp_path / "parts", *servers, **options, resume=True)
         assert rest.session.step == 2
         rest.run()
