@@ -9,8 +9,8 @@ from sandboxgym.sandbox.base import Result
 from sandboxgym.sandbox.layers.written import Written
 from sandboxgym.sandbox.sandbox import Sandbox
 
-# Names, kinds, modes and contents, by what nearly any image has; where something of it is missing, or cannot be started,
-# nothing is said. A task in `/` has the machine's own directories beside it.
+# Names, kinds, modes and contents, by what nearly any image has; where something of it is missing, or cannot be
+# started, nothing is said. A task in `/` has the machine's own directories beside it.
 _HASH = f"""export LC_ALL=C
 set -o pipefail
 listed() {{
