@@ -76,15 +76,20 @@ def certificate_digest(arguments: Sequence[str]) -> str:
     found = set(reached(["sandboxgym", *modules]))
     if any(_within(name, SANDBOX) for name in found):  # its backends are reached by name
         found |= {name for name in _modules("sandboxgym") if _within(name, SANDBOX)}
-    rooms = {path.parent for name in found if (path := _path(name)) and _within(name, "sandboxgym.envs")}
-    rooms |= {ROOTS["sandboxgym"] / "sandbox"} if any(_within(name, SANDBOX) for name in found) else set()
-    data = {
-        file for room in rooms for file in room.rglob("*") if file.is_file() and not file.name.endswith((".py", ".pyc"))
-    }
-    parts = {str(file.relative_to(HERE.parent)): hashlib.sha256(file.read_bytes()).hexdigest() for file in data}
+    parts = _data(found)
     parts |= {"suite": suite_digest(), "strength": digest.source_digest(_text(f"{SUITE}.strength"))}
     parts |= {"environment": environment_digest(found | modules, PACKAGES), "command": repr(list(arguments))}
     return _digest(parts)
+
+
+def _data(modules: Collection[str]) -> dict[str, str]:
+    """Digests of the files beside environments, and of those of sandboxes, that are no Python."""
+    rooms = {path.parent for name in modules if (path := _path(name)) and _within(name, "sandboxgym.envs")}
+    rooms |= {ROOTS["sandboxgym"] / "sandbox"} if any(_within(name, SANDBOX) for name in modules) else set()
+    files = {
+        file for room in rooms for file in room.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")
+    }
+    return {str(file.relative_to(HERE.parent)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 
 
 def specimen_digest(specimen: Good | Mutant) -> str:
@@ -103,7 +108,8 @@ def specimen_digest(specimen: Good | Mutant) -> str:
 
 @functools.cache
 def _outside(modules: frozenset[str]) -> str:
-    return environment_digest(modules)
+    data = _data(reached(["sandboxgym", *modules]))
+    return _digest({**data, "": environment_digest(modules)}) if data else environment_digest(modules)
 
 
 def _definitions(module: str, name: str) -> tuple[dict[str, str], set[str]]:
@@ -118,7 +124,7 @@ def _definitions(module: str, name: str) -> tuple[dict[str, str], set[str]]:
             continue
         seen.add(at)
         for statement in _index(at[0]).get(at[1], ()):
-            parts[statement.content] = at[0]
+            parts[f"{at[0]} {statement.content}"] = ""
             waiting += [(at[0], used) for used in statement.uses]
             for origin, item in statement.imports:
                 if not _within(origin, "zoo"):

@@ -136,6 +136,22 @@ def test_code_of_a_specimen_is_all_that_it_refers_to_and_no_more(monkeypatch: py
     home = ("sandboxgym.envs.alfworld.env", "annotations\n", "annotations\nMORE = 1\n")
     assert digest("alfworld", *home) != digest("alfworld")
     assert digest("done-lost", *home) == first
+    read = Path.read_bytes
+    before = digest("alfworld")
+    monkeypatch.setattr(Path, "read_bytes", lambda path: b"" if path.name == "domain.pddl" else read(path))
+    assert digest("alfworld") != before, "its games are made of it"
+    assert digest("done-lost") == first
+
+
+def test_results_are_found_again_by_a_process_with_other_hashes_of_text() -> None:
+    script = f"""import sys; sys.path.insert(0, {str(HERE)!r}); import sources, zoo
+print([sources.specimen_digest(one) for one in (*zoo.KNOWN_GOOD, *zoo.MUTANTS)])"""
+    command = [sys.executable, "-c", script]
+    texts = [
+        subprocess.run(command, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True, check=True)
+        for seed in ("1", "2")
+    ]
+    assert texts[0].stdout == texts[1].stdout and len(texts[0].stdout) > 1000
 
 
 def test_checks_that_cannot_change_a_row_are_left_out() -> None:

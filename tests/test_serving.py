@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import importlib.util
 import json
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -60,8 +62,6 @@ class App:
 
 async def receive_now(receive: Any) -> str:
     """The type of the next message, if there is one by now."""
-    import asyncio
-
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(0.001):
             return str((await receive())["type"])
@@ -155,6 +155,110 @@ def test_a_client_that_reads_nothing_is_cut_off() -> None:
     app = App()
     with served(app, answer=0.2) as port, client(port, b"GET /much HTTP/1.1\r\nHost: a\r\n\r\n"):
         assert app.ended.wait(30)
+
+
+class Wire:
+    """A transport whose client takes nothing by itself."""
+
+    def __init__(self) -> None:
+        self.left, self.closing, self.aborted = 0, False, False
+        self.protocol: Any = None
+
+    def get_protocol(self) -> Any:
+        return self.protocol
+
+    def get_write_buffer_size(self) -> int:
+        return self.left
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+    def is_closing(self) -> bool:
+        return self.closing
+
+    def write(self, data: bytes) -> None:
+        self.left += len(data)
+        if self.left > 2**16:
+            self.protocol.pause_writing()
+
+    def close(self) -> None:
+        self.closing = True
+
+    def abort(self) -> None:
+        self.closing = self.aborted = True
+
+    def resume_reading(self) -> None:
+        pass
+
+
+@contextlib.asynccontextmanager
+async def wired(app: Any) -> AsyncIterator[tuple[Wire, Callable[[], None]]]:
+    """A connection, and what happens each time that `Patience.answer` has passed."""
+    server = make_server(app, refusal=lambda status, said: b"", patience=Patience(answer=77.0), ws="none")
+    server.config.load()
+    protocol = server.config.http_protocol_class(config=server.config, server_state=server.server_state, app_state={})
+    pending: list[Callable[[], None]] = []
+
+    def call_later(seconds: float, work: Callable[..., None], *arguments: Any) -> Any:
+        if seconds != 77.0:
+            return asyncio.get_running_loop().call_later(seconds, work, *arguments)
+        pending.append(work)
+        return SimpleNamespace(cancel=lambda: pending.remove(work) if work in pending else None)
+
+    def pass_time() -> None:
+        due, pending[:] = pending[:], []
+        for work in due:
+            work()
+
+    wire = Wire()
+    wire.protocol = protocol
+    protocol.loop = SimpleNamespace(call_later=call_later, create_task=asyncio.create_task)
+    protocol.connection_made(wire)
+    try:
+        yield wire, pass_time
+    finally:
+        protocol.connection_lost(None)
+        assert pending == []
+
+
+GET = b"GET / HTTP/1.1\r\nHost: a\r\n%s\r\n"
+
+
+@pytest.mark.parametrize("header", [b"", b"Connection: close\r\n"])
+def test_a_client_that_takes_nothing_is_cut_off_though_little_is_left(header: bytes) -> None:
+    async def play() -> None:
+        app = App()
+        async with wired(app) as (wire, pass_time):
+            wire.protocol.data_received(GET % header)
+            await asyncio.gather(*wire.protocol.tasks)
+            assert 0 < wire.left < 1000 and wire.closing == bool(header)
+            pass_time()
+            assert wire.aborted
+
+    asyncio.run(play())
+
+
+def test_a_client_that_takes_an_answer_slowly_gets_all_of_it() -> None:
+    async def large(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": bytes(10**6), "more_body": True})
+        await send({"type": "http.response.body", "body": b"end"})
+
+    async def play() -> None:
+        async with wired(large) as (wire, pass_time):
+            wire.protocol.data_received(GET % b"")
+            await asyncio.sleep(0)
+            while wire.left > 1000:
+                wire.left -= 1000
+                pass_time()
+                assert not wire.aborted
+            wire.left = 0
+            wire.protocol.resume_writing()
+            await asyncio.gather(*wire.protocol.tasks)
+            pass_time()
+            assert wire.aborted, "the end of it is not taken"
+
+    asyncio.run(play())
 
 
 def test_connections_beyond_the_bound_are_answered_by_503_and_the_others_go_on() -> None:

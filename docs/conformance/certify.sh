@@ -1,22 +1,26 @@
 #!/usr/bin/env bash
 # Writes the certificates of this folder: docs/conformance/certify.sh [--all] [NAME…] from the root of the repository; with
-# the name `none` only the table of them. A page is kept while it was made by the same suite of the same environment, so
-# that an interrupted command continues; --all makes them anew.
+# the name `none` only the table of them. A page is kept while it was made by the same suite of the same environment, and
+# as it was made, so that an interrupted command continues; --all makes them anew.
 set -u
 copied=sandboxgym.conformance.baselines:deep_copied
+mark() { # the last line of a page: what it was made of, and what was written
+    echo "<!-- sources $1, page $(sha256sum < "$2" | cut -c 1-16) -->"
+}
 certify() {
     local name=$1
     shift
     ((${#chosen[@]} == 0)) || [[ " ${chosen[*]} " == *" $name "* ]] || return 0
     local page=docs/conformance/$name.md of
-    of="<!-- sources $("${PYTHON:-.venv/bin/python}" conformance/sources.py "$@") -->" || return
-    if [ -z "$all" ] && grep -qxF -- "$of" "$page" 2> /dev/null; then
+    of=$("${PYTHON:-.venv/bin/python}" conformance/sources.py "$@") || return
+    if [ -z "$all" ] && [ -f "$page" ] && tail -n 1 "$page" | grep -qxF -- "$(mark "$of" <(head -n -2 "$page"))"; then
         echo "$name: kept"
         return 0
     fi
     rm -f "$page.part"
     "${PYTHON:-.venv/bin/python}" -m sandboxgym.conformance "$@" --markdown "$page.part" | tail -n 1 | sed "s/^/$name: /"
     if [ -s "$page.part" ]; then
+        of=$(mark "$of" "$page.part")
         printf '\n%s\n' "$of" >> "$page.part"
         mv "$page.part" "$page"
     fi

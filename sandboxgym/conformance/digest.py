@@ -21,7 +21,9 @@ SHOWING = (
 )
 """Modules and rooms of the suite on which no verdict of a check depends."""
 PROSE = frozenset({"hazard", "blind"})
-"""Arguments of a check that only reports show."""
+"""Arguments of a check, or of a specimen, that only reports show."""
+DESCRIBED = frozenset({"check", "Mutant"})
+"""Names of the calls that have them; elsewhere arguments of these names are as any others."""
 
 
 @functools.cache
@@ -59,8 +61,11 @@ def _write(value: Any, parts: list[str]) -> None:
     if isinstance(value, ast.AST):
         parts.append(type(value).__name__)
         parts.append("(")
+        described = isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in DESCRIBED
         for name in value._fields:
             item = getattr(value, name, None)
+            if described and name == "keywords":
+                item = [keyword for keyword in item or [] if keyword.arg not in PROSE]
             if isinstance(value, ast.JoinedStr) and isinstance(item, list):
                 item = [part for part in item if getattr(part, "value", None) != ""]  # Python 3.12.1 puts them in
             if item is not None and item != []:  # each version of Python adds optional parts
@@ -78,7 +83,5 @@ def _write(value: Any, parts: list[str]) -> None:
 
 
 def _is_prose(node: Any) -> bool:
-    """True for docstrings, those of attributes too, and for arguments that only reports show."""
-    if isinstance(node, ast.Expr):
-        return isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    return isinstance(node, ast.keyword) and node.arg in PROSE
+    """True for docstrings, those of attributes too."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

@@ -3,7 +3,8 @@
 1. Request line and headers have to be complete `Patience.headers` seconds after the connection was made, or after the
    first byte of a later request. The body may keep the server waiting for `Patience.body` seconds in all, and longer
    only if it is large. A client that takes longer is told so by status 408, and its connection is closed.
-2. A client that takes nothing of an answer for `Patience.answer` seconds is cut off.
+2. A client that takes nothing of an answer for `Patience.answer` seconds is cut off, even if little is left of it. One
+   that takes some is not, however slow it is.
 3. Beyond `Patience.connections`, a new one is answered by status 503 and closed.
 4. What is said with these statuses is in the form of the protocol that is served (`Refusal`).
 """
@@ -144,6 +145,7 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
     class Timed(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         _headers: asyncio.TimerHandle | None = None
         _answer: asyncio.TimerHandle | None = None
+        _unsent = 0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -158,9 +160,11 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
             if self._headers is None and not self._answering():
                 self._expect_headers()
             super().data_received(data)
-            if self._answering() or self.transport.get_protocol() is not self:  # or a WebSocket now
+            if self._answering() or self._handed_over():
                 _cancel(self._headers)
                 self._headers = None
+                if self._answer is None:
+                    self._watch()
 
         def connection_lost(self, exc: Exception | None) -> None:
             _cancel(self._headers)
@@ -169,11 +173,32 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._answer = self.loop.call_later(patience.answer, self.transport.abort)
+            self._watch()
 
-        def resume_writing(self) -> None:
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._watch()
+
+        def _watch(self) -> None:
+            """Look later whether the client has taken something of what is not sent by now, if that is all there is."""
             _cancel(self._answer)
-            super().resume_writing()
+            sure = self.transport.is_closing() or not self._handed_over()  # a WebSocket has time limits of its own
+            self._unsent = self.transport.get_write_buffer_size() if sure else 0
+            self._answer = self.loop.call_later(patience.answer, self._look)
+
+        def _look(self) -> None:
+            left, over = self.transport.get_write_buffer_size(), self.transport.is_closing()
+            more = not over and not self.flow.write_paused and (self._answering() or self._handed_over())
+            if left >= self._unsent > 0 and not more:
+                log.info("cut off a client that took nothing of its answer for %g seconds", patience.answer)
+                self.transport.abort()
+            elif left or (not over and (self._answering() or self._handed_over())):
+                self._watch()
+            else:
+                self._answer = None
+
+        def _handed_over(self) -> bool:
+            return self.transport.get_protocol() is not self  # but a WebSocket's
 
         def _answering(self) -> bool:
             return self.cycle is not None and not self.cycle.response_complete

@@ -63,6 +63,11 @@ def test_what_the_code_does_moves_it(one: str, other: str) -> None:
     assert digest.source_digest(SOURCE.replace(one, other)) != digest.source_digest(SOURCE)
 
 
+@pytest.mark.parametrize("call", ["draw({})", "self.check({})", "check('a.b', level=draw({}))"])
+def test_an_argument_that_is_only_named_like_prose_moves_it(call: str) -> None:
+    assert digest.source_digest(call.format("hazard=1")) != digest.source_digest(call.format("hazard=2"))
+
+
 def test_modules_that_decide_on_verdicts_belong_to_the_suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     home = tmp_path / "conformance"
     shutil.copytree(digest.HOME, home, ignore=shutil.ignore_patterns("__pycache__"))

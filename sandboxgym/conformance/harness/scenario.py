@@ -327,6 +327,8 @@ class Scene:
     lines: list[str] = field(default_factory=list)
     _envs: dict[int, tuple[AnyEnv, str]] = field(default_factory=dict)
     _snaps: dict[int, tuple[Any, str]] = field(default_factory=dict)
+    _earlier: dict[int, list[str]] = field(default_factory=dict)
+    """Other names of snapshots: equal states may have the same handle."""
     _closed: set[int] = field(default_factory=set)
     _made: int = 0
     _taken: int = 0
@@ -417,17 +419,21 @@ class Scene:
         self.lines.append(f"{name} = {call}")
         with self._calling(call):
             snap = snapshot(env)
-        self._taken += 1
-        self._snaps[id(snap)] = (snap, name)
+        self._hold(snap, name)
         return snap
 
     def adopt(self, snap: Any, expression: str) -> Any:
         """Take over a snapshot made otherwise, by loading for example."""
         name = f"snap{self._taken}"
-        self._taken += 1
         self.lines.append(f"{name} = {expression}")
-        self._snaps[id(snap)] = (snap, name)
+        self._hold(snap, name)
         return snap
+
+    def _hold(self, snap: Any, name: str) -> None:
+        self._taken += 1
+        if id(snap) in self._snaps:
+            self._earlier.setdefault(id(snap), []).append(self.snap_name(snap))
+        self._snaps[id(snap)] = (snap, name)
 
     def restore(self, env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
         """Restore a snapshot; the output of ``restore``."""
@@ -480,7 +486,10 @@ class Scene:
         self._closed.discard(id(env))
 
     def drop(self, snap: Any, *, released: bool = True) -> None:
-        """Release a snapshot, or leave that to garbage collection, and drop it."""
+        """Release a snapshot, or leave that to garbage collection, and drop it; of one taken twice, only a name."""
+        if earlier := self._earlier.get(id(snap)):
+            self._snaps[id(snap)] = (snap, earlier.pop())
+            return
         if released:
             self.release(snap)
         else:

@@ -9,7 +9,8 @@ from sandboxgym.sandbox.base import Result
 from sandboxgym.sandbox.layers.written import Written
 from sandboxgym.sandbox.sandbox import Sandbox
 
-# Names, kinds, modes and contents, by what any image has. A task in `/` has the machine's own directories beside it.
+# Names, kinds, modes and contents, by what nearly any image has; where something of it is missing, or cannot be
+# started, nothing is said. A task in `/` has the machine's own directories beside it.
 _HASH = f"""export LC_ALL=C
 set -o pipefail
 listed() {{
@@ -19,11 +20,15 @@ listed() {{
     beside+=(-o -path "./$name")
   done; fi
   each() {{ find . -xdev \\( "${{beside[@]}}" \\) -prune -o "$@" -print | sort | head -n 1000 | tr '\\n' '\\0'; }}
-  each ! -name . | xargs -0 -r stat -c '%A %N'
-  each -type f -size -2048k | xargs -0 -r sha256sum --
-  each -type f -size +2047k | xargs -0 -r stat -c '%s %n'
+  each ! -name . | xargs -0 -r stat -c '%A %N'; ran "${{PIPESTATUS[@]}}"
+  each -type f -size -2048k | xargs -0 -r sha256sum --; ran "${{PIPESTATUS[@]}}"
+  each -type f -size +2047k | xargs -0 -r stat -c '%s %n'; ran "${{PIPESTATUS[@]}}"
   true
 }} 2> /dev/null
+ran() {{
+  case $1 in 126 | 127 | 25?) exit 1 ;; esac
+  case $2 in 0 | 123) ;; *) exit 1 ;; esac # 123: files were gone again
+}}
 listed "$place" | sha256sum || exit
 {{ listed "${{TMPDIR:-/tmp}}"; listed "$HOME"; }} | sha256sum || exit
 echo {HASHED}
