@@ -69,7 +69,7 @@ def _seconds(text: str) -> float:
 def show_status(address: str | None, *, watch: float | None, as_json: bool) -> int:
     """Print the state of a cluster, once or again and again."""
     from sandboxgym.workers.env_host import FleetError
-    from sandboxgym.workers.fleet import connect
+    from sandboxgym.workers.nodes.cluster import connect
     from sandboxgym.workers.fleet_status import fleet_status
 
     try:
@@ -95,7 +95,7 @@ def drain_node(name: str, address: str | None, *, undo: bool = False, timeout: f
         CommandError: no such node, or something is still there after the timeout.
     """
     from sandboxgym.workers.env_host import FleetError
-    from sandboxgym.workers.fleet import connect
+    from sandboxgym.workers.nodes.cluster import connect
     from sandboxgym.workers.fleet_status import drain, fleet_status
 
     try:
