@@ -69,8 +69,8 @@ def _seconds(text: str) -> float:
 def show_status(address: str | None, *, watch: float | None, as_json: bool) -> int:
     """Print the state of a cluster, once or again and again."""
     from sandboxgym.workers.env_host import FleetError
-    from sandboxgym.workers.nodes.cluster import connect
     from sandboxgym.workers.fleet_status import fleet_status
+    from sandboxgym.workers.nodes.cluster import connect
 
     try:
         connect(address or os.environ.get("RAY_ADDRESS") or "auto")
@@ -95,8 +95,8 @@ def drain_node(name: str, address: str | None, *, undo: bool = False, timeout: f
         CommandError: no such node, or something is still there after the timeout.
     """
     from sandboxgym.workers.env_host import FleetError
-    from sandboxgym.workers.nodes.cluster import connect
     from sandboxgym.workers.fleet_status import drain, fleet_status
+    from sandboxgym.workers.nodes.cluster import connect
 
     try:
         connect(address or os.environ.get("RAY_ADDRESS") or "auto")

@@ -2,8 +2,8 @@
 
 sandboxgym bench fleet [--envs 32] [--many 1000] [--repeats 10] [--timeout 1800]
 
-It starts a Ray cluster of this machine's cores, and ends after the timeout at the latest, with one sentence. The last table is of a simulation whose model is fitted to the
-measurements before it (`sandboxgym.bench.fleet.model`).
+It starts a Ray cluster of this machine's cores, and ends after the timeout at the latest, with one sentence. The last
+table is of a simulation whose model is fitted to the measurements before it (`sandboxgym.bench.fleet.model`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def steps(cluster: RayEnvs, n: int, repeats: int) -> Costs:
     with started(4) as four:
         for workers, source, them in ((2, cluster, more), (4, four, playing(four, 4 * n))):
             for count in (workers, n, 4 * n):
-                measured.append(Measured(workers, count, owner_seconds(source, them[:count], 3 * repeats)))
+                measured.append(Measured(min(workers, count), count, owner_seconds(source, them[:count], 3 * repeats)))
     for job in more:
         cluster.give(job.env)
     costs = fitted(measured)
@@ -218,7 +218,7 @@ def sizes(costs: Costs) -> None:
             more = simulate(costs, workers=workers, envs=envs, step=step, owners=owners)
             print(
                 f"| {name}, {1000 * step:g} ms | {nodes:,} | {workers * envs:,} | {one.steps_per_second:,.0f} "
-                f"| {one.owner:.0%} | {owners} | {more.steps_per_second / one.steps_per_second:.1f} |",
+                f"| {one.owner:.0%} | {owners:,} | {more.steps_per_second / one.steps_per_second:.1f} |",
                 flush=True,
             )
 
