@@ -237,13 +237,16 @@ def test_a_worker_whose_snapshots_cannot_be_stored_ends_all_the_same(
         assert places(cluster) == ["b", "b"]
 
 
-def test_a_fleet_that_was_closed_asks_for_no_worker(cluster: Cluster) -> None:
-    envs = RayEnvs(Trouble, 2)
-    assert len(places(cluster)) == 2
+def test_a_fleet_that_is_being_closed_asks_for_no_worker(cluster: Cluster) -> None:
+    class Late(Trouble):
+        def close(self) -> None:
+            cluster.draining = {"a"}
+            envs.tend()
+
+    envs = RayEnvs(Late, 2)
+    envs.give(envs.take())
     envs.close()
-    cluster.draining = {"a"}
-    envs.tend()
-    assert not any(worker.alive for worker in cluster.workers)
+    assert len(cluster.workers) == 2 and not any(worker.alive for worker in cluster.workers)
 
 
 def test_an_owner_reports_while_it_looks_at_its_nodes_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
