@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -182,6 +183,8 @@ def test_what_other_processes_do_to_a_cache_is_borne(tmp_path: Path, monkeypatch
     gone.symlink_to(tmp_path / "deleted")  # its status is that of a file that was deleted a moment ago
     cache.put(Blob(digest_of(part), len(part)), [part])
     assert not left.exists() and young.exists()
+    shutil.rmtree(tmp_path)  # `gc --all`
+    assert cache.put(Blob(digest_of(part), len(part)), [part]).read_bytes() == part
 
 
 class Table:

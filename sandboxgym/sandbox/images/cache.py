@@ -71,6 +71,7 @@ class LayerCache:
             ImageError: the content is not that of its digest, or longer than was said.
             StoreFull: the quota has no room for it, whatever is deleted.
         """
+        self.path.mkdir(parents=True, exist_ok=True)  # a cache may be removed at any time
         self._make_room(blob.nbytes)
         path, known, total = self._file(blob.digest), hashlib.sha256(), 0
         with atomic_file(path, durable=False) as temporary, open(temporary, "wb") as file:
