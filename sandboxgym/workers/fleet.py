@@ -624,8 +624,9 @@ class RayEnvs(PooledEnvs):
 
     def close(self) -> None:
         """Close the environments, end the workers, and withdraw the report of them. Idempotent."""
-        with self._moving:
-            self._closing = True
+        self._closing = True
+        if self._moving.acquire(timeout=GRACE):  # whoever asks for workers now has done so
+            self._moving.release()
         self._reporter.close()
         super().close()
 
