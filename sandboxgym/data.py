@@ -70,7 +70,10 @@ class DataSet:
     found, a line each; a ValueError says what is wrong with it. Empty: files are looked at from outside."""
 
 
-SANDBOX_CACHE = {"sandbox": "root file systems: the host's tool chain, unpacked images"}
+SANDBOX_CACHE = {
+    "sandbox": "root file systems: the host's tool chain, unpacked images",
+    "image-layers": "layers of images from registries",
+}
 """The directory under `cache_dir` that no environment declares, and what it holds."""
 
 

@@ -29,6 +29,7 @@ from sandboxgym.workers import fleet_status as state_of_fleet
 from sandboxgym.workers.env_host import CallTimedOut, WorkerDied
 from sandboxgym.workers.fleet import FleetError, RayEnvs, RayWorker
 from sandboxgym.workers.fleet_status import drain, fleet_status
+from sandboxgym.workers.nodes import cluster as ray_cluster
 from sandboxgym.workers.nodes.images import FleetImages
 from sandboxgym.workers.nodes.limits import FleetFull, Limits
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
@@ -574,21 +575,21 @@ def test_a_cluster_that_is_not_there_is_told_in_a_sentence(monkeypatch: pytest.M
 
     for address in ("127.0.0.1:1", "ray://127.0.0.1:1"):  # nothing listens there, and Ray is not even asked
         with pytest.raises(FleetError, match=rf"expected a Ray cluster at {address} .*refused"):
-            fleet.connect(address)
+            ray_cluster.connect(address)
 
     def refused(**_: Any) -> None:
         raise ConnectionError("Version mismatch")
 
     monkeypatch.setattr(ray, "init", refused)
     with pytest.raises(FleetError, match=r"expected a Ray cluster at auto .*Version mismatch"):
-        fleet.connect("auto")
+        ray_cluster.connect("auto")
 
     def late(**_: Any) -> None:
         raise Exception("The current node timed out during startup.")  # as Ray does
 
     monkeypatch.setattr(ray, "init", late)
     with pytest.raises(FleetError, match=r"expected a Ray cluster at local .*timed out during startup"):
-        fleet.connect("local")
-    monkeypatch.setattr(fleet, "ray", None)
+        ray_cluster.connect("local")
+    monkeypatch.setattr(ray_cluster, "ray", None)
     with pytest.raises(gym.error.DependencyNotInstalled, match=r"sandboxgym\[ray\]"):
-        fleet.connect()
+        ray_cluster.connect()

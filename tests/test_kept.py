@@ -19,7 +19,7 @@ import worker_envs
 from test_tree import ForkEveryPath, Forks, Wanderer, sampled
 
 import sandboxgym
-from sandboxgym.errors import SnapshotMissing, SnapshotReleased
+from sandboxgym.errors import SnapshotMissing, SnapshotNotSupported, SnapshotReleased
 from sandboxgym.tree import Action, Context, Envs, Failure, ForkAt, RolloutTree, Schedule, rollout, rollout_async
 from sandboxgym.workers import env_host, kept
 from sandboxgym.workers.env_host import WorkerDied
@@ -367,3 +367,43 @@ def test_environments_that_share_no_bytes_need_no_store() -> None:
         env.reset(seed=0)
         assert type(sandboxgym.snapshot(env)) is sandboxgym.Snapshot
     assert env_host.Shipped(None).facts is None
+
+
+def test_a_snapshot_that_cannot_be_written_keeps_no_other_from_it(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = SnapshotStore(place)
+    keeper = Keeper(kept.Keeping(str(place), store.lease("one").name))
+    with contextlib.closing(gym.make("toys/Dice-v0")) as env:
+        env.reset(seed=0)
+        snaps = [sandboxgym.snapshot(env) for _ in range(3)]
+    put = SnapshotStore.put
+
+    def refused(self: SnapshotStore, snap: Any, **options: Any) -> Any:
+        if snap is snaps[0]:
+            raise SnapshotNotSupported("it has processes")
+        return put(self, snap, **options)
+
+    monkeypatch.setattr(SnapshotStore, "put", refused)
+    for snap in snaps:
+        keeper.keep((snap.id, 0), snap, durable=False)
+    keeper.store_all()
+    assert "no durable copy: SnapshotNotSupported: it has processes" in caplog.text
+    assert [keeper._lease.named(f"{snap.id}-0") is not None for snap in snaps] == [False, True, True]
+    keeper.close()
+
+
+def test_a_lease_that_was_taken_over_is_renewed_with_the_own_one(place: Path) -> None:
+    store = SnapshotStore(place)
+    own, other = (store.lease(name, seconds=seconds) for name, seconds in (("own", 60.0), ("other", -1.0)))
+    assert own.live and not other.live
+    other.seconds = 60.0
+
+    class Twice:
+        waits = iter([False, True])
+
+        def wait(self, seconds: float) -> bool:
+            return next(self.waits)
+
+    kept._renew(Twice(), store, own, {"other": other})  # type: ignore[arg-type]
+    assert own.live and other.live

@@ -248,7 +248,7 @@ def test_cards_are_read_without_importing_an_environment(tmp_path: Path) -> None
         """
 import sys
 import sandboxgym.registration as registration
-assert len(registration.cards()) == 5 and len(registration.data_sets()) == 3 and len(registration.caches()) == 5
+assert len(registration.cards()) == 5 and len(registration.data_sets()) == 3 and len(registration.caches()) == 6
 print([name for name in sys.modules if name.endswith((".env", ".browser", ".shop", ".game")) or name == "torch"])
 """,
         cwd=tmp_path,

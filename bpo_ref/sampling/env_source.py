@@ -39,7 +39,7 @@ def env_source(
         place: where the environments live.
         workers: number of workers in other processes; 0: one per core.
         timeout: seconds that a step may take there; 0: no limit.
-        address: of the Ray cluster; see `sandboxgym.workers.fleet.connect`.
+        address: of the Ray cluster; see `sandboxgym.workers.nodes.cluster.connect`.
         store: of `PooledEnvs`, for workers in other processes.
         threads: environments of this process that step at the same time.
 

@@ -69,8 +69,8 @@ def _seconds(text: str) -> float:
 def show_status(address: str | None, *, watch: float | None, as_json: bool) -> int:
     """Print the state of a cluster, once or again and again."""
     from sandboxgym.workers.env_host import FleetError
-    from sandboxgym.workers.fleet import connect
     from sandboxgym.workers.fleet_status import fleet_status
+    from sandboxgym.workers.nodes.cluster import connect
 
     try:
         connect(address or os.environ.get("RAY_ADDRESS") or "auto")
@@ -95,8 +95,8 @@ def drain_node(name: str, address: str | None, *, undo: bool = False, timeout: f
         CommandError: no such node, or something is still there after the timeout.
     """
     from sandboxgym.workers.env_host import FleetError
-    from sandboxgym.workers.fleet import connect
-    from sandboxgym.workers.fleet_status import drain, fleet_status
+    from sandboxgym.workers.fleet_status import PERIOD, drain, fleet_status
+    from sandboxgym.workers.nodes.cluster import connect
 
     try:
         connect(address or os.environ.get("RAY_ADDRESS") or "auto")
@@ -108,9 +108,13 @@ def drain_node(name: str, address: str | None, *, undo: bool = False, timeout: f
         raise CommandError(f"expected the id or the address of one node that lives, found {name!r}: there is {known}")
     node = nodes[0].id
     drain(node, undo=undo)
-    deadline = time.monotonic() + timeout
-    while not undo and (there := next((n for n in fleet_status().nodes if n.id == node and n.usage.workers), None)):
-        if time.monotonic() > deadline:
+    began = time.monotonic()
+    while not undo:
+        there = next((n for n in fleet_status().nodes if n.id == node and n.usage.workers), None)
+        # Owners look at the nodes every so often: one that does not know it yet may still ask for workers there.
+        if there is None and time.monotonic() > began + 2 * PERIOD:
+            break
+        if there is not None and time.monotonic() > began + timeout:
             raise CommandError(
                 f"node {node[:8]} still has {there.usage.workers} workers with {there.usage.in_use} environments in "
                 f"use after {timeout:g} s; it gets no new work"

@@ -22,7 +22,6 @@ import logging
 import os
 import pickle
 import re
-import socket
 import sys
 import threading
 import time
@@ -34,11 +33,9 @@ import gymnasium as gym
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.error import DependencyNotInstalled
 
-from sandboxgym.errors import SnapshotError
 from sandboxgym.tree import Envs, Failure, Recovery
 from sandboxgym.workers.env_host import (
     Call,
-    EnvFailure,
     FleetError,
     Host,
     HostCounts,
@@ -50,6 +47,7 @@ from sandboxgym.workers.env_host import (
 from sandboxgym.workers.fleet_status import Events, Owner, Usage, draining, reporter_of, reports
 from sandboxgym.workers.kept import KeptSnapshot
 from sandboxgym.workers.meters import WorkerMeters
+from sandboxgym.workers.nodes.cluster import connect
 from sandboxgym.workers.nodes.limits import Gate, Limits
 from sandboxgym.workers.nodes.placement import best_of, eligible, moves
 from sandboxgym.workers.pool import NEAR, PooledEnvs
@@ -67,10 +65,6 @@ logger = logging.getLogger("sandboxgym")
 
 CPUS = 0.1
 """Share of a core that Ray sets aside for a worker by default: environments wait for their policy most of the time."""
-
-
-_PATIENCE = 10.0
-"""Seconds that the head of a cluster has to accept a connection."""
 
 
 MOVES = 4
@@ -108,43 +102,6 @@ class _Actor:
         self.host.close_all()
 
 
-def connect(address: str | None = None) -> None:
-    """Connect this process to a Ray cluster, unless it is connected.
-
-    Args:
-        address: of the cluster: ``host:port``, ``ray://host:port``, ``"auto"`` for one that runs on this machine, or
-            ``"local"`` for one of this machine's cores, which ends with this process. Default: ``$RAY_ADDRESS``, else
-            as ``"local"``.
-
-    Raises:
-        DependencyNotInstalled: Ray is not installed.
-        FleetError: the cluster cannot be reached, or runs another version of Ray or Python.
-    """
-    if ray is None:
-        raise DependencyNotInstalled("environments on a Ray cluster need Ray: pip install 'sandboxgym[ray]'")
-    if ray.is_initialized():
-        return
-    # Without an address Ray would join any cluster that was started on this machine, whoever's it is.
-    address = address or os.environ.get("RAY_ADDRESS") or "local"
-    try:
-        _look_for(address)
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
-    except Exception as error:  # a start that takes too long is a plain Exception
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-        # Of two versions only the lines after the first say which they are.
-        reason = ", ".join(lines).replace(":,", ":") if "mismatch" in lines[0] else lines[0]
-        raise FleetError(
-            f"expected a Ray cluster at {address} (ray start --head, or ray://HOST:10001): {reason}"
-        ) from error
-
-
-def _look_for(address: str) -> None:
-    """Raise OSError where nothing listens at ``host:port`` or ``ray://host:port``: Ray itself tries for minutes."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
-
-
 class RayWorker(Worker):
     """A worker in a Ray actor.
 
@@ -154,7 +111,7 @@ class RayWorker(Worker):
         resources: custom resources of Ray that it needs, such as ``{"sandbox": 1}`` of nodes that have them.
         memory: bytes that Ray sets aside for it.
         labels: of the nodes that may hold it, by Ray's label selectors, such as ``{"images": "swebench"}``.
-        node: id of a node to be on. Where it is gone, Ray chooses another.
+        node: id of a node to be on. Where it is gone or to be avoided, Ray chooses another.
         avoid: gives the ids of nodes that it must not be on, when it is asked for.
     """
 
@@ -173,7 +130,7 @@ class RayWorker(Worker):
     ) -> None:
         super().__init__(keep=keep)
         connect()
-        self._labels, self._avoid = dict(labels or {}), avoid
+        self._labels, self._avoid, self._wanted = dict(labels or {}), avoid, node
         self._options: dict[str, Any] = {
             "num_cpus": cpus,
             "resources": dict(resources or {}),
@@ -283,6 +240,8 @@ class RayWorker(Worker):
         self.node = self._pid = None
         path = [os.path.abspath(entry) for entry in sys.path if entry]
         options, labels, avoided = dict(self._options), dict(self._labels), sorted(self._avoid())
+        if self._wanted in avoided:
+            options["scheduling_strategy"] = "SPREAD"
         if avoided and options["scheduling_strategy"] == "SPREAD":
             labels["ray.io/node-id"] = f"!in({','.join(avoided)})"
         if labels:
@@ -385,13 +344,19 @@ class RayEnvs(PooledEnvs):
         connect(address)
         self._worker_options: dict[str, Any] = {"cpus": cpus, "resources": resources}
         self._worker_options |= {"memory": memory, "labels": labels}
-        self._preferred = itertools.cycle(best_of(prefer or {}))
+        self._best = best_of(prefer or {})
+        self._preferred = itertools.cycle(self._best)
         self._needs = {"CPU": cpus, **({"memory": memory} if memory else {}), **(resources or {})}
-        self._draining: set[str] = set()
+        self._draining = draining()
         self._leaving: dict[int, bool] = {}
         """Workers that environments are moved away from; True where all are at once, because the node is drained."""
         self._left: set[int] = set()
         """Workers that were left and have ended."""
+        self._instead: dict[int, int] = {}
+        """Workers that were asked for in place of others, by the numbers of those."""
+        self._asked: dict[str, float] = {}
+        """Times at which nodes that joined were last given workers."""
+        self._closing = False
         self.moved = 0
         """Environments that were moved to another node while a path used them."""
         self._moving = threading.RLock()
@@ -455,9 +420,11 @@ class RayEnvs(PooledEnvs):
             if place in self._left:
                 raise WorkerDied("the worker was left for another node")
             self._taken[place] += 1  # so that it is not left meanwhile
+            if self._free[place]:
+                return self._free[place].pop()
         node = self._worker(place).node
         try:
-            if self._gate is not None and node is not None and not self._free[place]:
+            if self._gate is not None and node is not None:
                 self._gate.created(node)
             return super().take_at(place)
         except Exception as error:
@@ -506,7 +473,7 @@ class RayEnvs(PooledEnvs):
             target = min(targets, key=self._taken.__getitem__)
             try:
                 env.move_to(self._slots[target], blank=job.reset is not None or job.restore is not None)
-            except (EnvFailure, FleetError, SnapshotError) as error:  # it stays, and goes with its worker at worst
+            except Exception as error:  # of any type: the other node may lack something; it stays where it is
                 logger.warning("an environment could not be moved: %s: %s", type(error).__name__, error)
                 continue
             with self._moving:
@@ -518,10 +485,16 @@ class RayEnvs(PooledEnvs):
     def tend(self) -> None:
         """Look at the nodes: begin to leave those that are drained, use those that joined, end workers that are left.
 
-        Called every two seconds, in a thread of its own.
+        Called every two seconds, in a thread of its own, which may take its time.
         """
         with self._moving:
+            if self._closing:
+                return
             self._draining = draining()
+            for place in [place for place in self._leaving if self._may_stay(place)]:
+                del self._leaving[place]
+                self._left.add(self._instead[place])
+                self._worker(self._instead[place]).kill()
             for place in self._present():
                 if self._worker(place).node in self._draining and not self._leaving.get(place):
                     known = place in self._leaving
@@ -535,17 +508,35 @@ class RayEnvs(PooledEnvs):
                     node = self._worker(place).node
                     starting = starting or node is None
                     there.setdefault(node or "", []).append(place)
-                nodes = eligible(ray.nodes(), self._needs, self._draining)  # type: ignore[no-untyped-call]
-                for place, node in [] if starting else moves(there, nodes):
-                    self._leaving[place] = False
-                    self._replace(place, node)
+                labels = self._worker_options["labels"]
+                nodes = eligible(ray.nodes(), self._needs, self._draining, labels)  # type: ignore[no-untyped-call]
+                nodes = [node for node in nodes if node in self._best or not self._best]
+                now = time.monotonic()
+                found = [] if starting else moves(there, nodes)
+                # One that has no room for its share, because others use it, is not tried all the time.
+                new = {node for _, node in found if now - self._asked.get(node, -_ASK_AGAIN) >= _ASK_AGAIN}
+                for place, node in found:
+                    if node in new:
+                        self._asked[node] = now
+                        self._leaving[place] = False
+                        self._replace(place, node)
             ended = [place for place in list(self._leaving) if self._is_left(place)]
         for place in ended:
             worker = self._worker(place)
-            if worker.keeping is not None and worker.alive:
-                with contextlib.suppress(EnvFailure):
+            try:
+                if worker.keeping is not None and worker.alive:
                     worker.call(0, "store_all", timeout=self._patience)
-            worker.close()
+            except Exception as error:
+                where = f" on node {worker.node[:8]}" if worker.node else ""
+                logger.warning("snapshots kept by a worker%s may have no durable copy: %s", where, error)
+            finally:
+                worker.close()
+
+    def _may_stay(self, place: int) -> bool:
+        """True for a worker of a node that is not drained any more, unless there is another in its place already."""
+        node = self._worker(place).node
+        there = self._leaving[place] and node is not None and node not in self._draining
+        return there and not self._worker(self._instead[place]).ready
 
     def _targets(self) -> list[int]:
         """Numbers of the workers that run and stay, without waiting for one."""
@@ -559,6 +550,7 @@ class RayEnvs(PooledEnvs):
         worker = self._asked_for(node)
         worker.keeping = self._slots[place].worker.keeping
         worker.start()
+        self._instead[place] = len(self._slots)
         self._taken.append(0)
         self._free.append([])
         self._slots.append(WorkerSlots(worker, keep_on=True))
@@ -632,6 +624,9 @@ class RayEnvs(PooledEnvs):
 
     def close(self) -> None:
         """Close the environments, end the workers, and withdraw the report of them. Idempotent."""
+        self._closing = True
+        if self._moving.acquire(timeout=GRACE):  # whoever asks for workers now has done so
+            self._moving.release()
         self._reporter.close()
         super().close()
 

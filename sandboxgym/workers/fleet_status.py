@@ -211,7 +211,10 @@ def reports() -> list[tuple[str, Owner]]:
         row = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
         if row is None:  # it was closed a moment ago
             continue
-        owner = Owner.from_json(row)
+        try:
+            owner = Owner.from_json(row)
+        except (ValueError, TypeError, AttributeError):  # of another version, say: it must not end a rollout here
+            continue
         if abs(time.time() - owner.at) > STALE:
             internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
         else:
@@ -317,14 +320,31 @@ class Reporter:
 
 
 def reporter_of(owner: Any, env: str) -> Reporter:
-    """A reporter of a `RayEnvs`, which ends with it."""
+    """A reporter of a `RayEnvs`, which ends with it.
+
+    The nodes are looked at beside it: while a worker that is left writes its snapshots, its owner still reports it.
+    """
     reference = weakref.ref(owner)
+    tending: list[threading.Thread] = []
+    told: list[str] = []
+
+    def tend() -> None:
+        envs = reference()
+        try:
+            if envs is not None:
+                envs.tend()
+        except Exception as error:  # the next time may do
+            if str(error) not in told:
+                told[:] = [str(error)]
+                logger.warning("the nodes of the fleet could not be looked at: %s", error)
 
     def measure() -> tuple[Owner, HostCounts] | None:
         envs = reference()
         if envs is None:
             return None
-        envs.tend()
+        if not any(thread.is_alive() for thread in tending):
+            tending[:] = [threading.Thread(target=tend, daemon=True, name="sandboxgym-fleet-nodes")]
+            tending[0].start()
         return envs.measured()  # type: ignore[no-any-return]
 
     return Reporter(env, measure)

@@ -74,7 +74,7 @@ class KeptLease:
         self._lease = self._store.lease(name, seconds=LEASE)
         self._others: dict[str, Lease] = {}
         self._ended = threading.Event()
-        arguments = (self._ended, self._store, self._lease)
+        arguments = (self._ended, self._store, self._lease, self._others)
         self._thread = threading.Thread(target=_renew, args=arguments, daemon=True, name="sandboxgym-lease")
         self._thread.start()
         self._finalizer = weakref.finalize(self, self._ended.set)
@@ -106,10 +106,11 @@ class KeptLease:
                 lease.release()
 
 
-def _renew(ended: threading.Event, store: SnapshotStore, lease: Lease) -> None:
+def _renew(ended: threading.Event, store: SnapshotStore, lease: Lease, others: dict[str, Lease]) -> None:
     while not ended.wait(LEASE / 4):
         try:
-            lease.renew()
+            for one in (lease, *list(others.values())):
+                one.renew()
             store.collect()
         except Exception as error:  # the next time may do
             logger.warning("the lease of snapshots in %s could not be renewed: %s", store.place, error)
@@ -199,10 +200,17 @@ class Keeper:
             self._written()
 
     def store_all(self) -> None:
-        """Write every kept snapshot to the store, unless that has been done or it is dropped meanwhile."""
+        """Write every kept snapshot to the store, unless that has been done or it is dropped meanwhile.
+
+        One that cannot be written, because it has no durable form, say, keeps no other from it.
+        """
         for key in list(self._kept):
-            with contextlib.suppress(SnapshotMissing):
+            try:
                 self.store_now(key)
+            except SnapshotMissing:
+                pass
+            except Exception as error:  # of any type: environments say what they like
+                logger.warning("a snapshot has no durable copy: %s: %s", type(error).__name__, error)
 
     def drop(self, keys: list[SnapKey]) -> None:
         """Keep snapshots no longer; what the store has of them is not held any more."""

@@ -184,7 +184,8 @@ class RemoteEnv(gym.Env[Any, Any]):
         Raises:
             SnapshotError, EnvFailure: of the snapshot, or of either worker.
         """
-        old, old_slot, old_generation, described = self._slots, self._slot, self._generation, self._described
+        before = dict(vars(self))
+        old, old_slot, old_generation = self._slots, self._slot, self._generation
         snap = None if blank else self.snapshot()
         try:
             self._slots, self._slot = shared, shared.join()
@@ -193,9 +194,12 @@ class RemoteEnv(gym.Env[Any, Any]):
                 if snap is not None:
                     self.restore(snap)
             except BaseException:
-                shared.leave(self._slot)
-                self._slots, self._slot, self._generation = old, old_slot, old_generation
-                self._described = described
+                there, made = self._slot, self._slots is shared and self._generation == shared.worker.generation
+                vars(self).update(before)
+                if made and shared.worker.alive:
+                    with contextlib.suppress(Exception):
+                        shared.worker.call(there, "close", timeout=self._reset_timeout)
+                shared.leave(there)
                 raise
         finally:
             if snap is not None:

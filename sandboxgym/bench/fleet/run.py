@@ -1,9 +1,9 @@
 """Benchmark of a fleet: steps against worker processes and bare Ray, forks, recovery, many environments, other sizes.
 
-sandboxgym bench fleet [--envs 32] [--many 1000] [--repeats 10]
+sandboxgym bench fleet [--envs 32] [--many 1000] [--repeats 10] [--timeout 1800]
 
-It starts a Ray cluster of this machine's cores. The last table is of a simulation whose model is fitted to the
-measurements before it (`sandboxgym.bench.fleet.model`).
+It starts a Ray cluster of this machine's cores, and ends after the timeout at the latest, with one sentence. The last
+table is of a simulation whose model is fitted to the measurements before it (`sandboxgym.bench.fleet.model`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from sandboxgym.bench.fleet.model import Costs, Measured, fitted, owners_needed,
 from sandboxgym.bench.pool import ALFWORLD, Waiting, rates, table
 from sandboxgym.system import proc
 from sandboxgym.tree import Envs
-from sandboxgym.workers.env_host import WorkerDied
-from sandboxgym.workers.fleet import RayEnvs, connect
+from sandboxgym.workers.env_host import FleetError, WorkerDied
+from sandboxgym.workers.fleet import RayEnvs
+from sandboxgym.workers.nodes.cluster import connect
 from sandboxgym.workers.pool import PooledEnvs
 from sandboxgym.wrappers.jobs import EnvJob, EnvResult, execute
 
@@ -47,19 +48,24 @@ def owner_seconds(source: Envs, jobs: Sequence[EnvJob], rounds: int) -> float:
     return min(found)
 
 
+_FEW = 20
+"""Environments whose memory is not counted in that of many."""
+_STEP = 120.0
+"""Seconds that a step may take."""
+
+
 def started(workers: int) -> RayEnvs:
     """ALFWorld in actors that all run."""
-    source = RayEnvs(ALFWORLD, workers)
+    source = RayEnvs(ALFWORLD, workers, timeout=_STEP)
     while len(source._running()) < workers:
         time.sleep(0.1)
     return source
 
 
-def steps(cluster: RayEnvs, n: int, repeats: int) -> Costs:
-    """Steps per second, and processor time of the owner per step; returns the costs that are fitted to the latter."""
+def compare(cluster: RayEnvs, pooled: PooledEnvs, here: Envs, n: int, repeats: int) -> list[EnvJob]:
+    """Steps per second and the owner's processor time in several ways; returns the jobs on the cluster."""
     import ray
 
-    pooled, here = PooledEnvs(ALFWORLD, 2), Envs(ALFWORLD)
     jobs = {source: playing(source, n) for source in (pooled, cluster, here)}
 
     @ray.remote(num_cpus=0.1)
@@ -93,16 +99,21 @@ def steps(cluster: RayEnvs, n: int, repeats: int) -> Costs:
     for name, source in (("in this process", here), ("worker processes", pooled), ("Ray actors", cluster)):
         each = owner_seconds(source, jobs[source], 3 * repeats) / n
         print(f"| {name} | {1e6 * each:.1f} | {each / own:.2f} |", flush=True)
-    for source in (pooled, here):
-        source.close()
     for actor in bare:
         ray.kill(actor)
+    return jobs[cluster]
+
+
+def steps(cluster: RayEnvs, n: int, repeats: int) -> Costs:
+    """Steps per second, and processor time of the owner per step; returns the costs that are fitted to the latter."""
+    with PooledEnvs(ALFWORLD, 2, timeout=_STEP) as pooled, Envs(ALFWORLD) as here:
+        jobs = compare(cluster, pooled, here, n, repeats)
     measured = []
-    more = jobs[cluster] + playing(cluster, 3 * n)
+    more = jobs + playing(cluster, 3 * n)
     with started(4) as four:
         for workers, source, them in ((2, cluster, more), (4, four, playing(four, 4 * n))):
             for count in (workers, n, 4 * n):
-                measured.append(Measured(workers, count, owner_seconds(source, them[:count], 3 * repeats)))
+                measured.append(Measured(min(workers, count), count, owner_seconds(source, them[:count], 3 * repeats)))
     for job in more:
         cluster.give(job.env)
     costs = fitted(measured)
@@ -163,7 +174,7 @@ def many(source: RayEnvs, count: int) -> None:
     """Live environments in two actors: memory and steps."""
     while len(source._running()) < 2:
         time.sleep(0.1)
-    few = playing(source, 20)
+    few = playing(source, _FEW)
     pids = [source._worker(place).pid for place in source._running()]
     before = sum(map(_resident, pids))
     jobs = few + playing(source, count - len(few))
@@ -207,7 +218,7 @@ def sizes(costs: Costs) -> None:
             more = simulate(costs, workers=workers, envs=envs, step=step, owners=owners)
             print(
                 f"| {name}, {1000 * step:g} ms | {nodes:,} | {workers * envs:,} | {one.steps_per_second:,.0f} "
-                f"| {one.owner:.0%} | {owners} | {more.steps_per_second / one.steps_per_second:.1f} |",
+                f"| {one.owner:.0%} | {owners:,} | {more.steps_per_second / one.steps_per_second:.1f} |",
                 flush=True,
             )
 
@@ -219,7 +230,32 @@ def main() -> None:
     parser.add_argument("--many", type=int, default=1000, help="number of environments that live at once")
     parser.add_argument("--repeats", type=int, default=10, help="number of repetitions, of which the fastest counts")
     parser.add_argument("--state", type=int, default=10_000_000, help="bytes of the state whose forks are measured")
+    parser.add_argument("--timeout", type=int, default=1800, help="seconds after which it ends, whatever is missing")
     arguments = parser.parse_args()
+    least = {"envs": 2, "many": _FEW + 1, "repeats": 1, "state": 1, "timeout": 1}
+    for name, number in least.items():
+        if getattr(arguments, name) < number:
+            parser.error(f"expected --{name} of at least {number}, found {getattr(arguments, name)}")
+    signal.signal(signal.SIGALRM, functools.partial(_late, arguments.timeout))
+    signal.alarm(arguments.timeout)
+    try:
+        measure(arguments)
+    except FleetError as error:
+        raise SystemExit(f"sandboxgym bench fleet: {error}") from error
+    finally:
+        signal.alarm(0)
+
+
+def _late(seconds: int, *_: object) -> None:
+    raise SystemExit(f"sandboxgym bench fleet: not complete after {seconds} s: use --timeout, or smaller numbers")
+
+
+def measure(arguments: argparse.Namespace) -> None:
+    """Print all tables.
+
+    Raises:
+        FleetError: the cluster does not start, or has no room.
+    """
     connect()
     load = os.getloadavg()[0]
     print(f"{platform.machine()}, {os.cpu_count()} processors (load {load:.0f}), sandboxgym {sandboxgym.__version__}")

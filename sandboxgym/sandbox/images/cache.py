@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
@@ -13,7 +14,8 @@ from sandboxgym.errors import StoreFull
 from sandboxgym.sandbox.images.registry import Blob, ImageError, check_digest
 from sandboxgym.system.atomic import atomic_file, is_temporary
 
-_BLOCK = 1 << 20
+_ABANDONED = 3600.0
+"""Seconds without a byte after which an unfinished part is one that a killed process left."""
 
 
 class LayerCache:
@@ -69,6 +71,7 @@ class LayerCache:
             ImageError: the content is not that of its digest, or longer than was said.
             StoreFull: the quota has no room for it, whatever is deleted.
         """
+        self.path.mkdir(parents=True, exist_ok=True)  # a cache may be removed at any time
         self._make_room(blob.nbytes)
         path, known, total = self._file(blob.digest), hashlib.sha256(), 0
         with atomic_file(path, durable=False) as temporary, open(temporary, "wb") as file:
@@ -92,15 +95,22 @@ class LayerCache:
             return None
 
     def _make_room(self, nbytes: int) -> None:
-        if self.max_bytes is None:
-            return
         with self._lock, os.scandir(self.path) as entries:
-            there = [(entry, entry.stat()) for entry in entries if not is_temporary(entry.name)]
+            there = []
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # another process deleted it
+                    status = entry.stat()
+                    if is_temporary(entry.name) and time.time() - status.st_mtime > _ABANDONED:
+                        os.unlink(entry.path)
+                    else:
+                        there.append((entry, status))
             total = sum(status.st_size for _, status in there)
+            if self.max_bytes is None:
+                return
             for entry, status in sorted(there, key=lambda one: one[1].st_mtime_ns):
                 if total + nbytes <= self.max_bytes:
                     return
-                if f"sha256:{entry.name}" not in self._held:
+                if f"sha256:{entry.name}" not in self._held and not is_temporary(entry.name):
                     Path(entry.path).unlink(missing_ok=True)
                     total -= status.st_size
         if total + nbytes > self.max_bytes:

@@ -34,8 +34,12 @@ class Board(Protocol):
         """True for one caller at a time: it is to fetch the part."""
         ...
 
+    def keep(self, digest: str) -> None:
+        """Say that the caller, who has claimed a part, is still fetching it."""
+        ...
+
     def release(self, digest: str) -> None:
-        """End a claim."""
+        """End the caller's claim; no effect on that of another."""
         ...
 
     def announce(self, digest: str) -> None:
@@ -70,28 +74,34 @@ def pull(
     """
     registry = Registry(image.name)
     with cache.holding([blob.digest for blob in image.blobs]):
-        return {blob.digest: _brought(blob, registry, cache, board, timeout, sleep) for blob in image.blobs}
+        return {
+            part.digest: _brought(part, registry, cache, board, timeout, sleep) for part in dict.fromkeys(image.blobs)
+        }
 
 
 def _brought(
     blob: Blob, registry: Registry, cache: LayerCache, board: Board, timeout: float, sleep: Callable[[float], object]
 ) -> Origin:
     deadline = time.monotonic() + timeout
+    failed: set[str] = set()
     while True:
         if cache.use(blob.digest) is not None:
             board.announce(blob.digest)
             return "node"
         for node in board.holders(blob.digest):
+            if node in failed:
+                continue
             try:
                 cache.put(blob, _from_peer(blob, board, node))
-            except ImageError:  # it was evicted there, or the node is gone
+            except ImageError:  # it was evicted there, or is damaged, or the node is gone
+                failed.add(node)
                 continue
             board.announce(blob.digest)
             return "peer"
         if board.claim(blob.digest):
             try:
-                if not board.holders(blob.digest):  # it may have been fetched a moment ago
-                    cache.put(blob, registry.blob(blob.digest))
+                if failed.issuperset(board.holders(blob.digest)):  # it may have been fetched a moment ago
+                    cache.put(blob, _from_registry(blob, board, registry))
                     board.announce(blob.digest)
                     return "registry"
             finally:
@@ -109,23 +119,40 @@ def _from_peer(blob: Blob, board: Board, node: str) -> Iterator[bytes]:
         yield block
 
 
+def _from_registry(blob: Blob, board: Board, registry: Registry) -> Iterator[bytes]:
+    for block in registry.blob(blob.digest):
+        board.keep(blob.digest)
+        yield block
+
+
 def archive(image: Image, cache: LayerCache) -> Iterator[bytes]:
     """An image whose parts are all here as ``docker load`` reads it, in blocks.
 
     Raises:
-        ImageError: a part is missing.
+        ImageError: a part is missing, or the image is named by a digest instead of a tag.
     """
+    if "@" in image.name:
+        raise ImageError(f"expected a tag, by which `docker load` names images, found {image.name}: `docker pull` it")
+    tagged = image.name if ":" in image.name.rpartition("/")[2] else f"{image.name}:latest"
     for blob in image.blobs:
-        if cache.use(blob.digest) is None:
+        path = cache.use(blob.digest)
+        if path is None or path.stat().st_size != blob.nbytes:
             raise ImageError(f"expected {blob.digest} of {image.name} on this node, found none: pull it first")
     names = {blob.digest: blob.digest.removeprefix("sha256:") for blob in image.blobs}
-    content = {"Config": names[image.config.digest], "RepoTags": [image.name]}
+    content = {"Config": names[image.config.digest], "RepoTags": [tagged]}
     manifest = json.dumps([{**content, "Layers": [names[layer.digest] for layer in image.layers]}]).encode()
     yield from _member("manifest.json", len(manifest), iter([manifest]))
     for blob in dict.fromkeys(image.blobs):
-        blocks = (cache.read(blob.digest, start, BLOCK) or b"" for start in range(0, blob.nbytes, BLOCK))
-        yield from _member(names[blob.digest], blob.nbytes, blocks)
+        yield from _member(names[blob.digest], blob.nbytes, _from_here(blob, cache))
     yield bytes(2 * tarfile.BLOCKSIZE)
+
+
+def _from_here(blob: Blob, cache: LayerCache) -> Iterator[bytes]:
+    for start in range(0, blob.nbytes, BLOCK):
+        block = cache.read(blob.digest, start, BLOCK)
+        if block is None or len(block) != min(BLOCK, blob.nbytes - start):
+            raise ImageError(f"{blob.digest} was deleted, for the quota of the node, while Docker read it")
+        yield block
 
 
 def _member(name: str, nbytes: int, blocks: Iterator[bytes]) -> Iterator[bytes]:
@@ -140,7 +167,7 @@ def load(image: Image, cache: LayerCache) -> None:
     """Hand an image to the Docker daemon of this node, unless it has it.
 
     Raises:
-        SandboxUnavailable: there is no daemon, or a part is missing here.
+        SandboxUnavailable: there is no daemon, it refuses the image, or a part is missing here.
     """
     from sandboxgym.sandbox.docker.client import connect, daemon_errors, quick_attributes
 
@@ -149,7 +176,8 @@ def load(image: Image, cache: LayerCache) -> None:
     client = connect(timeout=600.0)
     try:
         with daemon_errors():
-            for _ in client.api.load_image(archive(image, cache)):
-                pass
+            for told in client.api.load_image(archive(image, cache)):
+                if "error" in told:
+                    raise ImageError(f"the Docker daemon refuses {image.name}: {told['error']}")
     finally:
         client.close()

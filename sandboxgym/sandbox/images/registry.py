@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import http.client
 import json
 import platform
 import re
@@ -24,6 +25,10 @@ _KINDS = (
 _BLOCK = 1 << 20
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64"}
 _DIGEST = re.compile(r"sha256:[0-9a-f]{64}")
+_BROKEN = (OSError, http.client.HTTPException)
+"""Errors of an answer that does not come, or not as a whole."""
+_UNREADABLE = (KeyError, TypeError, ValueError, AttributeError, RecursionError)
+"""Errors of an answer that is something other than was asked for."""
 
 
 class ImageError(SandboxUnavailable):
@@ -81,19 +86,24 @@ class Registry:
         Raises:
             ImageError: the registry does not answer, or has no such image.
         """
-        found = self._manifest(self._reference)
-        if "manifests" in found:
-            machine = _MACHINES.get(platform.machine(), platform.machine())
-            fitting = [one["digest"] for one in found["manifests"] if one["platform"]["architecture"] == machine]
-            if not fitting:
-                raise ImageError(f"expected {self._name} for {machine}, found none")
-            found = self._manifest(fitting[0])
         try:
+            found = self._manifest(self._reference)
+            if "manifests" in found:
+                machine = _MACHINES.get(platform.machine(), platform.machine())
+                several = [(one["digest"], one["platform"]) for one in found["manifests"]]
+                here = {"os": "linux", "architecture": machine}.items()
+                fitting = [str(digest) for digest, kind in several if here <= kind.items()]
+                if not fitting:
+                    raise ImageError(f"expected {self._name} for linux/{machine}, found none")
+                check_digest(fitting[0])
+                found = self._manifest(fitting[0])
             parts = [Blob(str(part["digest"]), int(part["size"])) for part in (found["config"], *found["layers"])]
-        except (KeyError, TypeError, ValueError) as error:
-            raise ImageError(f"expected the parts of {self._name} from its registry, found {error!r}") from error
+        except _UNREADABLE as error:
+            raise ImageError(f"expected the parts of {self._name} from its registry, found {error!r:.200}") from error
         for part in parts:
             check_digest(part.digest)
+            if part.nbytes < 0:
+                raise ImageError(f"expected sizes of the parts of {self._name}, found {part.nbytes}")
         return Image(self._name, parts[0], tuple(parts[1:]))
 
     def blob(self, digest: str) -> Iterator[bytes]:
@@ -102,13 +112,21 @@ class Registry:
         Raises:
             ImageError: the registry does not answer, or does not have it.
         """
-        with self._open(f"blobs/{digest}") as answer:
-            while block := answer.read(_BLOCK):
-                yield block
+        try:
+            with self._open(f"blobs/{digest}") as answer:
+                while block := answer.read(_BLOCK):
+                    yield block
+        except _BROKEN as error:
+            raise ImageError(f"expected all of {digest} of {self._name} from its registry: {error!r}") from error
 
     def _manifest(self, reference: str) -> dict[str, Any]:
-        with self._open(f"manifests/{reference}", ", ".join(_KINDS)) as answer:
-            data = answer.read(4 * _BLOCK)
+        if ":" in reference:
+            check_digest(reference)
+        try:
+            with self._open(f"manifests/{reference}", ", ".join(_KINDS)) as answer:
+                data = answer.read(4 * _BLOCK)
+        except _BROKEN as error:
+            raise ImageError(f"expected {reference} of {self._name} from its registry: {error!r}") from error
         if reference.startswith("sha256:") and f"sha256:{hashlib.sha256(data).hexdigest()}" != reference:
             raise ImageError(f"expected {reference} of {self._name}, found other content")
         found: dict[str, Any] = json.loads(data)
@@ -116,9 +134,10 @@ class Registry:
 
     def _open(self, path: str, accept: str = "*/*") -> Any:
         for attempt in range(2):
-            headers = {"Accept": accept, **({"Authorization": f"Bearer {self._token}"} if self._token else {})}
-            request = urllib.request.Request(f"{self._base}/{path}", headers=headers)
             try:
+                request = urllib.request.Request(f"{self._base}/{path}", headers={"Accept": accept})
+                if self._token:  # not for where a registry redirects to: stores refuse it beside a signed address
+                    request.add_unredirected_header("Authorization", f"Bearer {self._token}")
                 return urllib.request.urlopen(request, timeout=self._timeout)
             except urllib.error.HTTPError as error:
                 asked = error.headers.get("WWW-Authenticate", "")
@@ -126,7 +145,7 @@ class Registry:
                     self._token = self._authorised(asked)
                     continue
                 raise ImageError(f"expected {path} of {self._name}, its registry answered {error}") from error
-            except OSError as error:
+            except _BROKEN as error:
                 raise ImageError(f"expected an answer of the registry of {self._name}: {error}") from error
         raise AssertionError
 
@@ -134,12 +153,15 @@ class Registry:
         """An anonymous token, from where the registry says that they are."""
         fields = dict(re.findall(r'(\w+)="([^"]*)"', asked))
         query = urllib.parse.urlencode({name: fields[name] for name in ("service", "scope") if name in fields})
+        place, plain = fields.get("realm", ""), self._base.startswith("http:")
+        if not place.startswith(("https://", "http://") if plain else "https://"):  # urllib reads files, too
+            raise ImageError(f"expected the registry of {self._name} to give tokens at https://, found {place!r:.100}")
         try:
-            with urllib.request.urlopen(f"{fields['realm']}?{query}", timeout=self._timeout) as answer:
-                found = json.load(answer)
+            with urllib.request.urlopen(f"{place}?{query}", timeout=self._timeout) as answer:
+                found = json.loads(answer.read(_BLOCK))
             return str(found.get("token") or found["access_token"])
-        except (OSError, KeyError, ValueError) as error:
-            raise ImageError(f"expected a token of the registry of {self._name}: {error!r}") from error
+        except (*_BROKEN, *_UNREADABLE) as error:
+            raise ImageError(f"expected a token of the registry of {self._name}: {error!r:.200}") from error
 
 
 def check_digest(digest: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +26,7 @@ logger = logging.getLogger("sandboxgym")
 
 _NAMESPACE = "sandboxgym-images"
 _CLAIM = 120.0
-"""Seconds after which the claim of a node that fetches a part ends, unless the part is there."""
+"""Seconds after which the claim of a node that fetches a part ends, unless it is renewed or the part is there."""
 
 
 class RayBoard:
@@ -37,6 +39,10 @@ class RayBoard:
 
     def __init__(self, node: str, peers: Mapping[str, Any]) -> None:
         self._node, self._peers = node, peers
+        self._name = os.urandom(8).hex().encode()
+        self._renewed = 0.0
+        self._seen: dict[str, tuple[bytes, float]] = {}
+        """Claims of others, and since when they are as they are, by this node's clock."""
 
     def holders(self, digest: str) -> Sequence[str]:
         """Nodes that have a part and can be asked for it."""
@@ -45,17 +51,31 @@ class RayBoard:
 
     def claim(self, digest: str) -> bool:
         """Claim a part; see `Board.claim`."""
-        key, mine = f"claim/{digest}", str(time.time()).encode()
-        if not internal_kv._internal_kv_put(key, mine, overwrite=False, namespace=_NAMESPACE):
+        key, now = f"claim/{digest}", time.monotonic()
+        if not internal_kv._internal_kv_put(key, self._name, overwrite=False, namespace=_NAMESPACE):
+            self._renewed = now
             return True
-        row = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
-        if row is not None and time.time() - float(row) > _CLAIM:
-            self.release(digest)
+        row = internal_kv._internal_kv_get(key, namespace=_NAMESPACE) or b""
+        since = self._seen.get(digest, (b"", 0.0))
+        if row != since[0]:
+            self._seen[digest] = row, now
+        elif row and now - since[1] > _CLAIM:
+            internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
         return False
 
+    def keep(self, digest: str) -> None:
+        """Renew a claim; see `Board.keep`."""
+        if time.monotonic() - self._renewed > _CLAIM / 8:
+            self._renewed = time.monotonic()
+            internal_kv._internal_kv_put(
+                f"claim/{digest}", self._name + os.urandom(4).hex().encode(), namespace=_NAMESPACE
+            )
+
     def release(self, digest: str) -> None:
-        """End a claim."""
-        internal_kv._internal_kv_del(f"claim/{digest}", namespace=_NAMESPACE)
+        """End a claim; see `Board.release`."""
+        row = internal_kv._internal_kv_get(f"claim/{digest}", namespace=_NAMESPACE)
+        if row is not None and row.startswith(self._name):
+            internal_kv._internal_kv_del(f"claim/{digest}", namespace=_NAMESPACE)
 
     def announce(self, digest: str) -> None:
         """Say that this node has a part."""
@@ -84,12 +104,13 @@ class _NodeImages:
         place = Path(folder) / self.node[:8] if folder else data.cache_dir() / "image-layers"
         self.cache = LayerCache(place, max_bytes=max_bytes)
 
-    def bring(self, image: Image, peers: Mapping[str, Any], load: bool) -> dict[str, Origin]:
+    def bring(self, image: Image, peers: Mapping[str, Any], load: bool, timeout: float) -> dict[str, Origin]:
         from sandboxgym.sandbox.images import pull
 
-        origins = pull.pull(image, self.cache, RayBoard(self.node, peers))
-        if load:
-            pull.load(image, self.cache)
+        with self.cache.holding([blob.digest for blob in image.blobs]):
+            origins = pull.pull(image, self.cache, RayBoard(self.node, peers), timeout=timeout)
+            if load:
+                pull.load(image, self.cache)
         return origins
 
     def read(self, digest: str, start: int, nbytes: int) -> bytes | None:
@@ -108,6 +129,7 @@ class FleetImages:
         folder: of the parts on each node, a folder below it per node; default: ``image-layers`` in the cache there.
         max_bytes: quota of each node, by which the parts used longest ago are deleted; None: none.
         load: hand images to the Docker daemon of each node, for ``docker:NAME`` as a root file system.
+        timeout: seconds that nodes have to bring one image.
         resources: custom resources of the nodes that get images.
     """
 
@@ -117,13 +139,15 @@ class FleetImages:
         *,
         max_bytes: int | None = None,
         load: bool = True,
+        timeout: float = 3600.0,
         resources: Mapping[str, float] | None = None,
     ) -> None:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         from sandboxgym.workers.nodes.placement import eligible
 
-        self._load = load
+        self._load, self._timeout = load, timeout
+        self._found: dict[str, Image] = {}
         self._nodes: dict[str, Any] = {}
         actor = ray.remote(_NodeImages)
         for node in eligible(ray.nodes(), {"CPU": 0.01, **(resources or {})}, ()):  # type: ignore[no-untyped-call]
@@ -144,21 +168,26 @@ class FleetImages:
 
         Raises:
             ImageError: an image cannot be had.
-            FleetError: a node was lost meanwhile.
+            FleetError: a node was lost meanwhile, or did not get an image in time.
+            ValueError: there is no such node.
         """
-        from sandboxgym.sandbox.images.registry import Registry
-
-        found = [Registry(name).image() for name in dict.fromkeys(images)]
+        found = [self._image(name) for name in dict.fromkeys(images)]
         chosen = list(self._nodes) if nodes is None else list(nodes)
+        if unknown := sorted(set(chosen) - set(self._nodes)):
+            raise ValueError(f"expected ids of nodes among {sorted(self._nodes)}, found {unknown}")
         origins: dict[str, dict[str, Origin]] = {node: {} for node in chosen}
         for image in found:
             calls = {}
+            deadline = time.monotonic() + self._timeout
             for node in chosen:
                 peers = {other: actor for other, actor in self._nodes.items() if other != node}
-                calls[node] = self._nodes[node].bring.remote(image, peers, self._load)
+                calls[node] = self._nodes[node].bring.remote(image, peers, self._load, self._timeout)
             for node, call in calls.items():
                 try:
-                    origins[node].update(ray.get(call))
+                    brought = ray.get(call, timeout=max(0.0, deadline - time.monotonic()))
+                    origins[node] = {**brought, **origins[node]}  # a part of several images came with the first
+                except ray.exceptions.GetTimeoutError as error:
+                    raise FleetError(f"node {node[:8]} did not get {image.name} within {self._timeout:g} s") from error
                 except ray.exceptions.RayTaskError as error:
                     raise error.as_instanceof_cause() from None  # type: ignore[no-untyped-call]
                 except ray.exceptions.RayError as error:
@@ -166,14 +195,25 @@ class FleetImages:
         return origins
 
     def holders(self, images: Iterable[str]) -> dict[str, int]:
-        """Bytes of the images that each node has, by its id: where environments of them start soonest."""
+        """Bytes of the images that each node has, by its id: where environments of them start soonest.
+
+        A node that does not answer within a minute has none.
+        """
+        sizes = {blob.digest: blob.nbytes for name in images for blob in self._image(name).blobs}
+        calls = {actor.digests.remote(): node for node, actor in self._nodes.items()}
+        weights = dict.fromkeys(self._nodes, 0)
+        for call in ray.wait(list(calls), num_returns=len(calls), timeout=60.0)[0] if calls else ():
+            with contextlib.suppress(ray.exceptions.RayError):
+                weights[calls[call]] = sum(sizes.get(digest, 0) for digest in ray.get(call))
+        return weights
+
+    def _image(self, name: str) -> Image:
+        """An image's parts, for which its registry is asked once."""
         from sandboxgym.sandbox.images.registry import Registry
 
-        sizes = {blob.digest: blob.nbytes for name in images for blob in Registry(name).image().blobs}
-        return {
-            node: sum(sizes.get(digest, 0) for digest in ray.get(actor.digests.remote()))
-            for node, actor in self._nodes.items()
-        }
+        if name not in self._found:
+            self._found[name] = Registry(name).image()
+        return self._found[name]
 
     def close(self) -> None:
         """End the processes on the nodes; what they fetched stays there. Idempotent."""

@@ -6,13 +6,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 
-def eligible(nodes: Iterable[Mapping[str, Any]], needs: Mapping[str, float], leaving: Iterable[str]) -> list[str]:
+def eligible(
+    nodes: Iterable[Mapping[str, Any]],
+    needs: Mapping[str, float],
+    leaving: Iterable[str],
+    labels: Mapping[str, str] | None = None,
+) -> list[str]:
     """Ids of the nodes that live, are not being left, and have in all what a worker needs.
 
     Args:
         nodes: as ``ray.nodes()`` lists them.
         needs: resources of a worker, by Ray's names (``CPU``, ``memory``, custom ones).
         leaving: ids of nodes that get no new work.
+        labels: of a worker's nodes, as Ray selects them: ``v``, ``!v``, ``in(v,w)`` or ``!in(v,w)``.
     """
     out = set(leaving)
     return [
@@ -21,7 +27,14 @@ def eligible(nodes: Iterable[Mapping[str, Any]], needs: Mapping[str, float], lea
         if node["Alive"]
         and node["NodeID"] not in out
         and all(node["Resources"].get(name, 0.0) >= number for name, number in needs.items())
+        and all(_selected(node.get("Labels", {}).get(name), wanted) for name, wanted in (labels or {}).items())
     ]
+
+
+def _selected(label: str | None, wanted: str) -> bool:
+    plain = wanted.removeprefix("!")
+    among = plain[3:-1].split(",") if plain.startswith("in(") and plain.endswith(")") else [plain]
+    return (label in [one.strip() for one in among]) is (plain == wanted)
 
 
 def moves(workers: Mapping[str, Sequence[int]], nodes: Sequence[str]) -> list[tuple[int, str]]:
