@@ -256,11 +256,11 @@ class TrainingSession:
         weights = self.strategy.whole(self.policy) if policy is None else None
         if self.accelerator.is_main_process:
             save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
+            if folder.name == "checkpoint" and self.stage == "rl":  # before the others go on, and open the next ones
+                journals.forget(self.out, before=self.step)
         if folder.name == "checkpoint":
             self.saved_at = f"{self.stage} step {self.step}"
         self.accelerator.wait_for_everyone()
-        if folder.name == "checkpoint" and self.stage == "rl" and self.accelerator.is_main_process:
-            journals.forget(self.out, before=self.step)
 
     def journal(self, seed: Sequence[int]) -> Journal | None:
         """The journal of this process's rollouts of an update, which a resumed run continues; None: it is off.
@@ -415,8 +415,9 @@ class TrainingSession:
         if self.accelerator.device.type == "cuda":
             available = torch.cuda.get_device_properties(self.accelerator.device).total_memory
             layout: Layout = "fsdp2" if self.strategy.sharded else "ddp"
-            gpus = self.accelerator.num_processes
-            if told := shortage(self.args, model.config, layout=layout, gpus=gpus, available=available):
+            gpus, weights = self.accelerator.num_processes, sum(parameter.numel() for parameter in model.parameters())
+            known: dict[str, Any] = {"layout": layout, "gpus": gpus, "available": available, "weights": weights}
+            if told := shortage(self.args, model.config, **known):
                 raise ConfigError(told)
 
     @contextmanager

@@ -103,6 +103,20 @@ def test_journals_are_kept_until_a_checkpoint_has_their_update(tmp_path: Path) -
     journals.forget(tmp_path, before=7)
 
 
+def test_they_are_removed_before_other_processes_open_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the folder goes while another process makes its file in it."""
+    trainer = Trainer(_args(tmp_path, sft_steps=0))
+    session, kept = trainer.session, []
+    session.stage, session.step = "rl", 1
+    journals.opened(tmp_path, {}, (0, 2, 0), part=1, recall=False).close()
+    monkeypatch.setattr(
+        session.accelerator, "wait_for_everyone", lambda: kept.append((tmp_path / journals.FOLDER).exists())
+    )
+    session.save(tmp_path / "checkpoint")
+    session.close()
+    assert kept == [False]
+
+
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
     trainer = Trainer(_args(tmp_path / "off", journal="off"))
     assert trainer.session.journal((0, 2, 0)) is None

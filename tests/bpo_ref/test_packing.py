@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import pad
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -27,6 +29,7 @@ from transformers import (
 from bpo_ref.learning import packing
 from bpo_ref.learning.models import ActorCritic, checkpoint_layers
 from bpo_ref.learning.packing import BLOCK, Unpackable, block_mask, by_prefix, interval_ends, pack
+from bpo_ref.sampling import generate
 from bpo_ref.sampling.generate import forward
 
 VOCABULARY = 40
@@ -164,6 +167,32 @@ def test_blocks_of_a_part_are_rows_of_the_whole(begin: int) -> None:
         found = flex_attention(query[:, :, begin:end], key[:, :, :end], value[:, :, :end], block_mask=part)
         expected = flex_attention(query, key, value, block_mask=whole)[:, :, begin:end]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_does_not_make_a_row_too_long_for_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in parts is computed bare of data parallelism: the last batch of a step never is, `micro_batches` says."""
+    called: list[int] = []
+
+    def padded_as_on_cuda(ids: Tensor, lengths: Tensor) -> packing.Packing:
+        found = pack(ids, lengths)
+        more = (0, -found.ids.shape[1] % BLOCK)
+        return replace(found, ids=pad(found.ids, more), positions=pad(found.positions, more))
+
+    def parts(*_: Any) -> list[Tensor]:
+        called.append(0)
+        return [torch.zeros(12), torch.zeros(12)]
+
+    def measured(model: Any, *_: Any, **__: Any) -> list[Tensor]:
+        called.append(1)
+        return parts()
+
+    monkeypatch.setattr(generate, "pack", padded_as_on_cuda)
+    monkeypatch.setattr(generate, "in_parts", parts)
+    monkeypatch.setattr(generate, "_measured", measured)
+    ids, lengths = torch.arange(13)[None], torch.tensor([13])
+    for most in (11, 12, 13):
+        forward(None, ids, lengths, packed=True, most=most)
+    assert called == [0, 1, 0, 1, 0]
 
 
 def test_long_rows_stay_together_where_they_share_most_of_their_tokens() -> None:
