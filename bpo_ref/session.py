@@ -13,7 +13,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -262,19 +262,22 @@ class TrainingSession:
             self.saved_at = f"{self.stage} step {self.step}"
         self.accelerator.wait_for_everyone()
 
-    def journal(self, seed: Sequence[int]) -> Journal | None:
-        """The journal of this process's rollouts of an update, which a resumed run continues; None: it is off.
+    @contextmanager
+    def journal(self, seed: Sequence[int]) -> Iterator[Journal | None]:
+        """Context with the journal of this process's rollouts of an update, which a resumed run continues; None: off.
 
         Raises:
             CheckpointError: there is one with other settings.
         """
         args = self.args
         if args.journal == "off" or args.lookahead or args.staleness:
-            return None
+            yield None
+            return
         settings = journals.settings_of(args, may_change=MAY_CHANGE)
         head = {"settings": settings, "weights": journals.weights_of(self.policy)}
         part = self.accelerator.process_index
-        return journals.opened(self.out, head, seed, part=part, recall=args.journal == "quick")
+        with closing(journals.opened(self.out, head, seed, part=part, recall=args.journal == "quick")) as journal:
+            yield journal
 
     @contextmanager
     def explained(self) -> Iterator[None]:

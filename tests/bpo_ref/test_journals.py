@@ -89,6 +89,13 @@ def test_a_journal_with_other_settings_is_refused_and_one_of_other_weights_begin
         journals.opened(tmp_path, {**head, "settings": "other"}, (0, 2, 5), part=0, recall=False)
     journals.opened(tmp_path, {**head, "weights": "other"}, (0, 2, 5), part=0, recall=False).close()
     assert "begins anew" in caplog.text
+    # the rest of a run of more processes, which has the first weights, does not end the journal of the second ones
+    journals.opened(tmp_path, head, (0, 2, 5), part=7, recall=False).close()
+    again = journals.opened(tmp_path, {**head, "weights": "other"}, (0, 2, 5), part=0, recall=False)
+    again.note(b"0" * 16, lambda: 1)
+    again.flush()
+    again.close()
+    assert journals.opened(tmp_path, {**head, "weights": "other"}, (0, 2, 5), part=0, recall=False).found == 1
     with pytest.raises(CheckpointError):
         journals.opened(tmp_path, {**head, "settings": "c", "weights": "other"}, (0, 2, 5), part=1, recall=False)
 
@@ -119,10 +126,14 @@ def test_they_are_removed_before_other_processes_open_the_next(tmp_path: Path, m
 
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
     trainer = Trainer(_args(tmp_path / "off", journal="off"))
-    assert trainer.session.journal((0, 2, 0)) is None
+    with trainer.session.journal((0, 2, 0)) as journal:
+        assert journal is None
     trainer.session.close()
     trainer = Trainer(_args(tmp_path / "on"))
-    assert isinstance(trainer.session.journal((0, 2, 0)), Journal)
+    with pytest.raises(Killed), trainer.session.journal((0, 2, 0)) as journal:
+        assert isinstance(journal, Journal) and journal._file is not None
+        raise Killed
+    assert journal._file is None
     trainer.session.close()
 
 
