@@ -26,7 +26,7 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from bpo_ref.learning import packing
+from bpo_ref.learning import packing, parts
 from bpo_ref.learning.models import ActorCritic, checkpoint_layers
 from bpo_ref.learning.packing import BLOCK, Unpackable, block_mask, by_prefix, interval_ends, pack
 from bpo_ref.sampling import generate
@@ -125,10 +125,10 @@ def test_a_row_in_parts_is_the_row(build: Callable[[], Any], most: int, checkpoi
     if checkpointed:
         checkpoint_layers(model)
     one, one_gradient = measured(whole, ids, lengths, where, packed=True)
-    parts, parts_gradient = measured(whole, ids, lengths, where, packed=True, most=most)
-    for mine, theirs in zip(parts, one, strict=True):
+    split, split_gradient = measured(whole, ids, lengths, where, packed=True, most=most)
+    for mine, theirs in zip(split, one, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(parts_gradient, one_gradient, atol=1e-5 * float(one_gradient.abs().max()), rtol=1e-5)
+    torch.testing.assert_close(split_gradient, one_gradient, atol=1e-5 * float(one_gradient.abs().max()), rtol=1e-5)
 
 
 def test_a_row_in_parts_needs_the_memory_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +150,26 @@ def test_a_row_in_parts_needs_the_memory_of_a_part(monkeypatch: pytest.MonkeyPat
     hook.remove()
     assert max(passes) <= 100 and sum(passes) == 399 + 49 + 99
     assert sum(saved) == 0  # the backward pass computes each part again
+
+
+def test_gradients_of_keys_and_values_are_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's are added up as soon as they are known, not side by side for all layers."""
+    model = built(llama)
+    packing.enable(model)
+    leaves: list[Tensor] = []
+    beside: list[int] = []
+
+    def watched(before: dict[int, tuple[Tensor, Tensor]]) -> packing.Past:
+        leaves.extend(state for states in before.values() for state in states if state.requires_grad)
+        return packing.Past(before)
+
+    monkeypatch.setattr(parts, "Past", watched)
+    ids, lengths = padded(grown(0))
+    logps, *_ = forward(model, ids, lengths, packed=True, most=7)
+    last = model.get_input_embeddings().weight
+    last.register_post_accumulate_grad_hook(lambda _: beside.append(sum(leaf.grad is not None for leaf in leaves)))
+    logps.sum().backward()
+    assert leaves and len(beside) > 1 and max(beside) == 0
 
 
 @pytest.mark.parametrize("begin", [0, 128, 384])
@@ -178,21 +198,16 @@ def test_padding_does_not_make_a_row_too_long_for_one_pass(monkeypatch: pytest.M
         more = (0, -found.ids.shape[1] % BLOCK)
         return replace(found, ids=pad(found.ids, more), positions=pad(found.positions, more))
 
-    def parts(*_: Any) -> list[Tensor]:
-        called.append(0)
-        return [torch.zeros(12), torch.zeros(12)]
-
-    def measured(model: Any, *_: Any, **__: Any) -> list[Tensor]:
-        called.append(1)
-        return parts()
+    def noted(passes: int) -> Callable[..., list[Tensor]]:
+        return lambda *_, **__: called.append(passes) or [torch.zeros(12), torch.zeros(12)]
 
     monkeypatch.setattr(generate, "pack", padded_as_on_cuda)
-    monkeypatch.setattr(generate, "in_parts", parts)
-    monkeypatch.setattr(generate, "_measured", measured)
+    monkeypatch.setattr(generate, "in_parts", noted(0))
+    monkeypatch.setattr(generate, "_measured", noted(1))
     ids, lengths = torch.arange(13)[None], torch.tensor([13])
     for most in (11, 12, 13):
         forward(None, ids, lengths, packed=True, most=most)
-    assert called == [0, 1, 0, 1, 0]
+    assert called == [0, 1, 1]
 
 
 def test_long_rows_stay_together_where_they_share_most_of_their_tokens() -> None:
