@@ -113,7 +113,7 @@ class _InParts(torch.autograd.Function):
             }
             for layer, leaves in before.items():
                 for whole, state in zip(arriving[layer], leaves):
-                    state.register_post_accumulate_grad_hook(partial(_hand_on, whole))
+                    state.register_post_accumulate_grad_hook(partial(_hand_on, whole))  # type: ignore[no-untyped-call]
             past = Past(before)  # type: ignore[arg-type]
             with torch.enable_grad():
                 found = ctx.run(part, past)
