@@ -13,7 +13,7 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -256,25 +256,28 @@ class TrainingSession:
         weights = self.strategy.whole(self.policy) if policy is None else None
         if self.accelerator.is_main_process:
             save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
+            if folder.name == "checkpoint" and self.stage == "rl":  # before the others go on, and open the next ones
+                journals.forget(self.out, before=self.step)
         if folder.name == "checkpoint":
             self.saved_at = f"{self.stage} step {self.step}"
         self.accelerator.wait_for_everyone()
-        if folder.name == "checkpoint" and self.stage == "rl" and self.accelerator.is_main_process:
-            journals.forget(self.out, before=self.step)
 
-    def journal(self, seed: Sequence[int]) -> Journal | None:
-        """The journal of this process's rollouts of an update, which a resumed run continues; None: it is off.
+    @contextmanager
+    def journal(self, seed: Sequence[int]) -> Iterator[Journal | None]:
+        """Context with the journal of this process's rollouts of an update, which a resumed run continues; None: off.
 
         Raises:
             CheckpointError: there is one with other settings.
         """
         args = self.args
         if args.journal == "off" or args.lookahead or args.staleness:
-            return None
+            yield None
+            return
         settings = journals.settings_of(args, may_change=MAY_CHANGE)
         head = {"settings": settings, "weights": journals.weights_of(self.policy)}
         part = self.accelerator.process_index
-        return journals.opened(self.out, head, seed, part=part, recall=args.journal == "quick")
+        with closing(journals.opened(self.out, head, seed, part=part, recall=args.journal == "quick")) as journal:
+            yield journal
 
     @contextmanager
     def explained(self) -> Iterator[None]:
@@ -415,8 +418,9 @@ class TrainingSession:
         if self.accelerator.device.type == "cuda":
             available = torch.cuda.get_device_properties(self.accelerator.device).total_memory
             layout: Layout = "fsdp2" if self.strategy.sharded else "ddp"
-            gpus = self.accelerator.num_processes
-            if told := shortage(self.args, model.config, layout=layout, gpus=gpus, available=available):
+            gpus, weights = self.accelerator.num_processes, sum(parameter.numel() for parameter in model.parameters())
+            known: dict[str, Any] = {"layout": layout, "gpus": gpus, "available": available, "weights": weights}
+            if told := shortage(self.args, model.config, **known):
                 raise ConfigError(told)
 
     @contextmanager

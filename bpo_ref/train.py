@@ -574,11 +574,10 @@ class Trainer:
         ahead = None
         if args.lookahead:
             ahead = LookAhead(args, session.prompt, session.chat, memory.values, memory.network)
-        journal = session.journal(seed)
-        shared |= dict(overlap=args.env_overlap, clock=clock, failures=failures, look=ahead, journal=journal)
-        trees = rollout(session.envs, policy, schedule, capture_every=args.env_capture_every, **shared)
-        if journal is not None:
-            journal.close()
+        shared |= dict(overlap=args.env_overlap, clock=clock, failures=failures, look=ahead)
+        shared |= dict(capture_every=args.env_capture_every)
+        with session.journal(seed) as journal:
+            trees = rollout(session.envs, policy, schedule, journal=journal, **shared)
         return Sampled(trees, policy, clock, failures, time.perf_counter() - began, ahead)
 
     def _differing(self, trees: Sequence[RolloutTree]) -> list[RolloutTree]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -189,6 +191,22 @@ def test_what_is_no_plain_data_ends_the_journal_and_not_the_rollout(
     with Envs(lambda: Odd(gym.make("toys/Dice-v0"))) as envs:
         assert len(grown(envs, Wanderer(), Schedule(2), journal=kept)) == 3
     assert "not in the journal from here on" in caplog.text and "not plain data" in caplog.text
+
+
+def test_the_file_is_not_closed_while_another_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its number may be another file's by then."""
+    kept, close, free = journal(tmp_path), os.close, []
+
+    def closing(number: int) -> None:
+        if number == kept._file:
+            thread = threading.Thread(target=lambda: free.append(kept._lock.acquire(blocking=False)))
+            thread.start()
+            thread.join()
+        close(number)
+
+    monkeypatch.setattr(os, "close", closing)
+    kept.close()
+    assert free == [False]
 
 
 def test_a_look_ahead_has_no_journal(tmp_path: Path) -> None:

@@ -142,7 +142,9 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
     rows = min(args.max_live, -(-args.prompts // gpus) * most_rows(args))
     store, attention = keys_and_values(shape, rows=rows, tokens=args.context, size=low)
     frozen = low * weights if args.lora_r or (layout == "zero3" and low < 4) else 0
-    if layout == "ddp" and not args.lora_r and low < 4:  # cast for sampling (`models.lowered_twin`)
+    if (
+        layout == "ddp" and not args.lora_r and low < 4 and args.backend == "hf"
+    ):  # cast for sampling (`models.lowered_twin`)
         frozen = low * (weights - shape.embeddings)
     return {
         "weights": (frozen + 4 * trained) // parts,
@@ -189,7 +191,9 @@ LONG_HEADER = (
 )
 
 
-def shortage(args: Args, config: Any, *, layout: Layout, gpus: int, available: int) -> str | None:
+def shortage(
+    args: Args, config: Any, *, layout: Layout, gpus: int, available: int, weights: int | None = None
+) -> str | None:
     """Tell what is missing for a run to begin: what a GPU holds all the time, computed, against what it has.
 
     Args:
@@ -198,10 +202,13 @@ def shortage(args: Args, config: Any, *, layout: Layout, gpus: int, available: i
         layout: as for `memory`.
         gpus: number of GPUs.
         available: bytes of one.
+        weights: number of the model's weights; nothing is known about one that has fewer than its shape tells.
     """
     try:
         shape = shape_of(config)
     except AttributeError:
+        return None
+    if weights is not None and weights < shape.parameters:
         return None
     parts = memory(args, shape, layout=layout, gpus=gpus)
     needed = sum(size for name, size in parts.items() if ":" not in name)

@@ -121,7 +121,8 @@ def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
 def micro_batches(rows: Sequence[Row], args: Args, idle: Row | None = None) -> list[list[Row]]:
     """Split rows into the batches of an update, as `token_batches` does; without any row, ``idle`` is one.
 
-    The last batch is one that a single pass computes, if need be ``idle``: its gradients are reduced over processes.
+    The last batch is one that a single pass computes, if need be ``idle``: its gradients are reduced over processes,
+    which a row in parts, bare of data parallelism, would not have done.
 
     Those without any advantage are left out where they cannot matter, and with them what only they would have made of
     a packed tree; one stays, for data parallel processes must all take part in the reduction of the gradients.

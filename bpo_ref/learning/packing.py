@@ -62,6 +62,11 @@ class Packing:
     source: Tensor
     """Index [B, T-1] of the token that predicts ids[:, 1:]; 0 in padding."""
 
+    @property
+    def tokens(self) -> int:
+        """Number of tokens, without the padding on CUDA."""
+        return int(self.segments.view(-1, 2)[:, 0].sum())
+
     def mask(self) -> Tensor | BlockMask:
         """The packing as an ``attention_mask``, 4-dimensional so that transformers passes it on unchanged.
 

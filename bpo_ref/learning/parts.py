@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -110,6 +111,9 @@ class _InParts(torch.autograd.Function):
                 layer: tuple(state.detach().requires_grad_() for state in states)
                 for layer, states in _upto(ctx.held, part.first).items()
             }
+            for layer, leaves in before.items():
+                for whole, state in zip(arriving[layer], leaves):
+                    state.register_post_accumulate_grad_hook(partial(_hand_on, whole))  # type: ignore[no-untyped-call]
             past = Past(before)  # type: ignore[arg-type]
             with torch.enable_grad():
                 found = ctx.run(part, past)
@@ -118,10 +122,14 @@ class _InParts(torch.autograd.Function):
                 pairs += [(state, whole[:, :, inside]) for state, whole in zip(states, arriving[layer])]
             moving = [(result, gradient.to(result.dtype)) for result, gradient in pairs if result.requires_grad]
             torch.autograd.backward([result for result, _ in moving], [gradient for _, gradient in moving])
-            for layer, leaves in before.items():
-                for whole, state in zip(arriving[layer], leaves):
-                    whole[:, :, : part.first] += state.grad if state.grad is not None else 0.0
         return (None,) * 5
+
+
+def _hand_on(whole: Tensor, state: Tensor) -> None:
+    """Add the gradient of the first tokens' keys or values to that of all, at once: a layer's at a time is held."""
+    assert state.grad is not None
+    whole[:, :, : state.shape[2]] += state.grad
+    state.grad = None
 
 
 def _upto(held: dict[int, tuple[Tensor, Tensor]], first: int) -> dict[int, tuple[Tensor, Tensor]]:

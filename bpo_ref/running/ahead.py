@@ -5,7 +5,8 @@ What this module promises, with ``staleness`` 1:
 1. The rollouts of update k + 1 are sampled with the weights and the statistics at the beginning of update k; those of a
    run's first update with its own.
 2. A backend on servers samples in a thread while update k is learned. Others sample before it is: the same rollouts.
-3. The thread exchanges nothing with other processes; what they have to do together is done before it starts.
+3. The thread exchanges nothing with other processes; what they have to do together is done before it starts, or when
+   those of all processes have ended: a server that one still asks keeps its weights.
 4. Weights and statistics that sampled are in every checkpoint (`TrainingSession.behind`). A run that is resumed samples
    the same rollouts from them again, so it continues as if it had not been interrupted.
 
@@ -97,6 +98,7 @@ class Ahead:
             return self._sample(seed, session.player(args.temperature), session.memory)
         batch = self._first(seed) if self._next is None else self._next.result()
         self._next = None
+        session.accelerator.wait_for_everyone()  # before the first process gives servers other weights
         session.behind = {
             "weights": trained_weights(session.policy),
             "memory": copy.deepcopy(session.memory.state()),
@@ -110,9 +112,10 @@ class Ahead:
         return batch
 
     def wait(self) -> None:
-        """Wait for the next update's rollouts, before their sampler gets other weights."""
+        """Wait for the next update's rollouts of all processes, before their sampler gets other weights."""
         if self._next is not None:
             self._next.join()
+            self._session.accelerator.wait_for_everyone()
 
     def stop(self) -> None:
         """Give up the next update's rollouts."""

@@ -9,6 +9,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Collection, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -64,9 +65,11 @@ def opened(out: Path, head: dict[str, Any], seed: Sequence[int], *, part: int, r
                 f"{folder}: the update under way was begun with other settings than the checkpoint's: continue with "
                 "those, or remove the folder to begin the update anew"
             ) from error
-        logger.warning("update %s begins anew: its journal is of weights that were rounded otherwise", seed[-1])
-        path.unlink(missing_ok=True)
-        return Journal(path, head=head)
+    with suppress(JournalMismatch):  # it may be that of a process which this run no longer has
+        return Journal(path, head=head, recall=recall)
+    logger.warning("update %s begins anew: its journal is of weights that were rounded otherwise", seed[-1])
+    path.unlink(missing_ok=True)
+    return Journal(path, head=head)
 
 
 def forget(out: Path, *, before: int) -> None:

@@ -498,7 +498,7 @@ def forward(
     if packed:
         packing = pack(ids, lengths)
         chosen = packing.source[where]
-        if most is not None and packing.ids.shape[1] > most:
+        if most is not None and packing.tokens > most:  # padding does not count: see `micro_batches`
             measured = in_parts(packing, chosen, targets, partial(measure, getattr(model, "module", model)), most)
         else:
             inputs = {"input_ids": packing.ids, "position_ids": packing.positions, "attention_mask": packing.mask()}

@@ -273,7 +273,10 @@ class Publisher:
             return self._verify(model, version)
 
         def verify(engine: Engine) -> None:
-            written = AutoModelForCausalLM.from_pretrained(self.folder / version, dtype=self.dtype)
+            # First in fp32: another type would for a moment be PyTorch's default, in the thread that learns as well.
+            written = AutoModelForCausalLM.from_pretrained(self.folder / version, dtype=torch.float32)
+            for parameter in written.parameters():
+                parameter.data = parameter.data.to(self.dtype)
             self.proof(engine, written.eval(), version)
 
         return verify

@@ -111,7 +111,7 @@ class Journal:
         self.written = 0
         """Bytes appended by this process."""
         self._known: dict[bytes, bytes] = {}
-        self._lock = threading.Lock()  # with ``overlap`` there are two threads
+        self._lock = threading.RLock()  # with ``overlap`` there are two threads
         head_record = pack([_HEAD, head])
         for other in others:
             self._read(Path(other), head_record)
@@ -164,9 +164,10 @@ class Journal:
 
     def close(self) -> None:
         """Close the file, which stays. Idempotent."""
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        with self._lock:  # not while another thread writes: the number of a closed file may be another file's
+            if self._file is not None:
+                os.close(self._file)
+                self._file = None
 
     def _read(self, path: Path, head: bytes) -> int:
         """Read the records of a file; returns where they end."""

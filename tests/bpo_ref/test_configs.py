@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,16 @@ def test_a_gpu_that_cannot_hold_the_weights_is_refused_with_bytes(r: int, layout
         assert told.startswith(f"model: {needed / 2**30:.1f} GiB are needed on each of 8 GPUs")
         assert "80.0 GiB are available" in told
     assert gpu_memory.shortage(args, object(), layout="ddp", gpus=1, available=0) is None
+    fewer = SHAPES[args.model].parameters - 1  # such as a model without gates
+    assert gpu_memory.shortage(args, config, layout=layout, gpus=8, available=0, weights=fewer) is None
+
+
+def test_weights_are_cast_for_the_sampler_in_the_process_alone() -> None:
+    shape = SHAPES["Qwen/Qwen2.5-7B-Instruct"]
+    here = resolved(parse_args([*LONG, "--lora-r", "0", "--dtype", "bfloat16"]))
+    served = replace(here, backend="vllm", server=("http://x",))
+    apart = [memory(args, shape, layout="ddp", gpus=8)["weights"] for args in (here, served)]
+    assert apart == [4 * shape.parameters + 2 * (shape.parameters - shape.embeddings), 4 * shape.parameters]
 
 
 def test_contexts_beyond_a_pass_are_refused_where_that_is_asked_for() -> None:

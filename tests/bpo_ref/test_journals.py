@@ -89,6 +89,13 @@ def test_a_journal_with_other_settings_is_refused_and_one_of_other_weights_begin
         journals.opened(tmp_path, {**head, "settings": "other"}, (0, 2, 5), part=0, recall=False)
     journals.opened(tmp_path, {**head, "weights": "other"}, (0, 2, 5), part=0, recall=False).close()
     assert "begins anew" in caplog.text
+    # the rest of a run of more processes, which has the first weights, does not end the journal of the second ones
+    journals.opened(tmp_path, head, (0, 2, 5), part=7, recall=False).close()
+    again = journals.opened(tmp_path, {**head, "weights": "other"}, (0, 2, 5), part=0, recall=False)
+    again.note(b"0" * 16, lambda: 1)
+    again.flush()
+    again.close()
+    assert journals.opened(tmp_path, {**head, "weights": "other"}, (0, 2, 5), part=0, recall=False).found == 1
     with pytest.raises(CheckpointError):
         journals.opened(tmp_path, {**head, "settings": "c", "weights": "other"}, (0, 2, 5), part=1, recall=False)
 
@@ -103,12 +110,30 @@ def test_journals_are_kept_until_a_checkpoint_has_their_update(tmp_path: Path) -
     journals.forget(tmp_path, before=7)
 
 
+def test_they_are_removed_before_other_processes_open_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the folder goes while another process makes its file in it."""
+    trainer = Trainer(_args(tmp_path, sft_steps=0))
+    session, kept = trainer.session, []
+    session.stage, session.step = "rl", 1
+    journals.opened(tmp_path, {}, (0, 2, 0), part=1, recall=False).close()
+    monkeypatch.setattr(
+        session.accelerator, "wait_for_everyone", lambda: kept.append((tmp_path / journals.FOLDER).exists())
+    )
+    session.save(tmp_path / "checkpoint")
+    session.close()
+    assert kept == [False]
+
+
 def test_it_can_be_turned_off(tmp_path: Path) -> None:
     trainer = Trainer(_args(tmp_path / "off", journal="off"))
-    assert trainer.session.journal((0, 2, 0)) is None
+    with trainer.session.journal((0, 2, 0)) as journal:
+        assert journal is None
     trainer.session.close()
     trainer = Trainer(_args(tmp_path / "on"))
-    assert isinstance(trainer.session.journal((0, 2, 0)), Journal)
+    with pytest.raises(Killed), trainer.session.journal((0, 2, 0)) as journal:
+        assert isinstance(journal, Journal) and journal._file is not None
+        raise Killed
+    assert journal._file is None
     trainer.session.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.functional import pad
 from transformers import (
     BloomConfig,
     BloomForCausalLM,
@@ -24,9 +26,10 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
-from bpo_ref.learning import packing
+from bpo_ref.learning import packing, parts
 from bpo_ref.learning.models import ActorCritic, checkpoint_layers
 from bpo_ref.learning.packing import BLOCK, Unpackable, block_mask, by_prefix, interval_ends, pack
+from bpo_ref.sampling import generate
 from bpo_ref.sampling.generate import forward
 
 VOCABULARY = 40
@@ -122,10 +125,10 @@ def test_a_row_in_parts_is_the_row(build: Callable[[], Any], most: int, checkpoi
     if checkpointed:
         checkpoint_layers(model)
     one, one_gradient = measured(whole, ids, lengths, where, packed=True)
-    parts, parts_gradient = measured(whole, ids, lengths, where, packed=True, most=most)
-    for mine, theirs in zip(parts, one, strict=True):
+    split, split_gradient = measured(whole, ids, lengths, where, packed=True, most=most)
+    for mine, theirs in zip(split, one, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(parts_gradient, one_gradient, atol=1e-5 * float(one_gradient.abs().max()), rtol=1e-5)
+    torch.testing.assert_close(split_gradient, one_gradient, atol=1e-5 * float(one_gradient.abs().max()), rtol=1e-5)
 
 
 def test_a_row_in_parts_needs_the_memory_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,6 +152,26 @@ def test_a_row_in_parts_needs_the_memory_of_a_part(monkeypatch: pytest.MonkeyPat
     assert sum(saved) == 0  # the backward pass computes each part again
 
 
+def test_gradients_of_keys_and_values_are_held_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer's are added up as soon as they are known, not side by side for all layers."""
+    model = built(llama)
+    packing.enable(model)
+    leaves: list[Tensor] = []
+    beside: list[int] = []
+
+    def watched(before: dict[int, tuple[Tensor, Tensor]]) -> packing.Past:
+        leaves.extend(state for states in before.values() for state in states if state.requires_grad)
+        return packing.Past(before)
+
+    monkeypatch.setattr(parts, "Past", watched)
+    ids, lengths = padded(grown(0))
+    logps, *_ = forward(model, ids, lengths, packed=True, most=7)
+    last = model.get_input_embeddings().weight
+    last.register_post_accumulate_grad_hook(lambda _: beside.append(sum(leaf.grad is not None for leaf in leaves)))
+    logps.sum().backward()
+    assert leaves and len(beside) > 1 and max(beside) == 0
+
+
 @pytest.mark.parametrize("begin", [0, 128, 384])
 def test_blocks_of_a_part_are_rows_of_the_whole(begin: int) -> None:
     rng = np.random.default_rng(0)
@@ -164,6 +187,27 @@ def test_blocks_of_a_part_are_rows_of_the_whole(begin: int) -> None:
         found = flex_attention(query[:, :, begin:end], key[:, :, :end], value[:, :, :end], block_mask=part)
         expected = flex_attention(query, key, value, block_mask=whole)[:, :, begin:end]
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_padding_does_not_make_a_row_too_long_for_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row in parts is computed bare of data parallelism: the last batch of a step never is, `micro_batches` says."""
+    called: list[int] = []
+
+    def padded_as_on_cuda(ids: Tensor, lengths: Tensor) -> packing.Packing:
+        found = pack(ids, lengths)
+        more = (0, -found.ids.shape[1] % BLOCK)
+        return replace(found, ids=pad(found.ids, more), positions=pad(found.positions, more))
+
+    def noted(passes: int) -> Callable[..., list[Tensor]]:
+        return lambda *_, **__: called.append(passes) or [torch.zeros(12), torch.zeros(12)]
+
+    monkeypatch.setattr(generate, "pack", padded_as_on_cuda)
+    monkeypatch.setattr(generate, "in_parts", noted(0))
+    monkeypatch.setattr(generate, "_measured", noted(1))
+    ids, lengths = torch.arange(13)[None], torch.tensor([13])
+    for most in (11, 12, 13):
+        forward(None, ids, lengths, packed=True, most=most)
+    assert called == [0, 1, 1]
 
 
 def test_long_rows_stay_together_where_they_share_most_of_their_tokens() -> None:

@@ -256,6 +256,45 @@ def test_a_server_that_is_started_again_beside_an_update_gets_the_weights_before
     assert same(*found)
 
 
+def test_servers_keep_their_weights_until_all_processes_have_their_rollouts(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process may still be sampling when the first one has its own."""
+    events: list[str] = []
+    with server_of(folder) as server:
+        trainer = stale_trainer(folder, tmp_path, server, eval_every=2)
+        session, join = trainer.session, _Pending.join
+        assert session._servers is not None
+        publisher = session._servers._publisher
+        publish, wait = publisher.publish, session.accelerator.wait_for_everyone
+        monkeypatch.setattr(publisher, "publish", lambda model: events.append("publish") or publish(model))
+        monkeypatch.setattr(session.accelerator, "wait_for_everyone", lambda: events.append("all") or wait())
+        monkeypatch.setattr(_Pending, "join", lambda self, *given: join(self, *given) or events.append("mine"))
+        trainer.run()
+    published = [at for at, event in enumerate(events) if event == "publish" and "mine" in events[:at]]
+    assert len(published) == 2 + 1, events  # before the third update's rollouts, and for two evaluations
+    for at in published:
+        since = events[:at][::-1]
+        assert since.index("all") < since.index("mine"), events
+
+
+def test_what_is_written_is_loaded_without_a_change_of_the_default_type(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is loaded beside the update, whose thread would make numbers of that type."""
+    model, tokenizer = load_policy(folder)
+    with FakeServer(model.to(torch.bfloat16), tokenizer) as server:
+        trainer = stale_trainer(folder, tmp_path, server, dtype="bfloat16", server_tolerance=10.0)
+        session, kinds = trainer.session, set()
+        assert session._servers is not None
+        fleet = session._servers.fleet(session.policy, 0)
+        default = torch.set_default_dtype
+        monkeypatch.setattr(torch, "set_default_dtype", lambda kind: kinds.add(kind) or default(kind))
+        fleet._verify_again(fleet.engines[0])
+        session.close()
+    assert kinds == {torch.float32}
+
+
 # Going on, and ending.
 
 
