@@ -57,7 +57,12 @@ def chat_stub(answer: Callable[[dict[str, Any]], Any]) -> Iterator[ChatStub]:
         protocol_version = "HTTP/1.1"
 
         def do_POST(self) -> None:
-            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            length = int(self.headers["Content-Length"])
+            body = self.rfile.read(length)
+            if len(body) < length:  # of a client that is gone
+                self.close_connection = True
+                return
+            request = json.loads(body)
             with stub.lock:
                 stub.requests.append(request)
             reply = stub.answer(request)
