@@ -173,7 +173,13 @@ class Container:
         return state["ExitCode"] if complete and not state["Running"] else None, output
 
     def spawn(
-        self, argv: Sequence[str], *, env: Mapping[str, str], cwd: str, terminal: bool, stdin: int | None
+        self,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str,
+        terminal: bool = False,
+        stdin: int | None = None,
     ) -> ContainerProcess:
         """Start a program."""
         settings = [f"{name}={value}" for name, value in env.items()]
