@@ -247,7 +247,7 @@ class Bench:
         Each in a row of its kind, the first of which does not count: bash writes its state down after a command, which
         whoever comes next waits for, the next command or the step that reads it.
         """
-        sandbox = self.env.unwrapped._box.sandbox
+        sandbox = self.env.unwrapped._live().sandbox
         self._row(lambda: sandbox.execute("true"), self.row.execute, STEPS)
         self._row(lambda: self._step("true"), self.row.step, STEPS)
         writing = "echo more >> README.md"
