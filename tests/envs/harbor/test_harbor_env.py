@@ -460,6 +460,7 @@ def test_running_processes_are_in_a_fork_with_full_snapshots(with_criu: None) ->
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("harbor-images")  # one after the other: each removes the images that are newer than its base
 @pytest.mark.parametrize("backend", ["auto", "docker"])
 def test_images_are_built_by_the_docker_daemon(docker_image: str, tmp_path: Path, backend: str) -> None:
     dockerfile = f"FROM {docker_image}\nENV WORD=done\nWORKDIR /app\nCOPY . /app/\n"
