@@ -244,7 +244,7 @@ def _read(journal: Path, jobs: Sequence[Job]) -> dict[str, dict[str, Result]]:
 
 
 def _complete(job: Job, results: Mapping[str, Result]) -> bool:
-    """Whether these results are all that a job asks for."""
+    """True if these results are all that a job asks for."""
     name, _, _, only = job
     kept = specimen(name)
     if only == NAMED and isinstance(kept, Mutant):

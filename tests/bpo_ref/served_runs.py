@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import wordgame
+from fake_engine import FakeServer
 
 from bpo_ref.args import Args
-from bpo_ref.learning.models import build_tiny
+from bpo_ref.learning.models import build_tiny, load_policy
 from bpo_ref.sampling.generate import Session
 from bpo_ref.sampling.served import ServedSession
 from bpo_ref.train import Trainer
@@ -33,6 +34,20 @@ def pretrained(folder: Path, *, size: str) -> None:
             weight.mul_(4.0 if weight.ndim > 1 else 1 + 0.2 * torch.rand(weight.shape, generator=generator))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def server_of(folder: Path, **options: Any) -> FakeServer:
+    model, tokenizer = load_policy(folder)
+    return FakeServer(model, tokenizer, **options)
+
+
+def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: weight.detach().clone() for name, weight in trainer.session.policy.state_dict().items()}
+
+
+def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    assert mine.keys() == theirs.keys()
+    return all(weight.equal(theirs[name]) for name, weight in mine.items())
 
 
 def trainer_of(folder: Path, out: Path, *servers: Any, **options: Any) -> Trainer:

@@ -14,7 +14,16 @@ import pytest
 import torch
 from components import missing
 from fake_engine import FakeServer, Fault, wait_until
-from served_runs import SMALL, assert_greedy_trees_are_equal, greedily, pretrained, trainer_of
+from served_runs import (
+    SMALL,
+    assert_greedy_trees_are_equal,
+    greedily,
+    pretrained,
+    same,
+    server_of,
+    trainer_of,
+    weights_of,
+)
 from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
@@ -38,20 +47,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model")
     pretrained(folder, size="0.2M")
     return folder
-
-
-def server_of(folder: Path, **options: Any) -> FakeServer:
-    model, tokenizer = load_policy(folder)
-    return FakeServer(model, tokenizer, **options)
-
-
-def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: weight.detach().clone() for name, weight in trainer.session.policy.state_dict().items()}
-
-
-def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    assert mine.keys() == theirs.keys()
-    return all(weight.equal(theirs[name]) for name, weight in mine.items())
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from fake_engine import FakeServer, Fault
-from served_runs import SMALL, pretrained, trainer_of
+from served_runs import SMALL, pretrained, same, server_of, trainer_of, weights_of
 from tabular import MDP, Comparison, compare
 from tabular_loop import LR, LoopTrainer
 
@@ -130,24 +130,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def server_of(folder: Path, **options: Any) -> FakeServer:
-    model, tokenizer = load_policy(folder)
-    return FakeServer(model, tokenizer, **options)
-
-
 def stale_trainer(folder: Path, out: Path, *servers: FakeServer, **options: Any) -> Trainer:
     """A trainer of three updates that samples one ahead, on servers if there are any."""
     backend = "vllm" if servers else "hf"
     return trainer_of(folder, out, *servers, **{"updates": 3, "backend": backend, **STALE, **options})
-
-
-def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    return {name: weight.detach().clone() for name, weight in trainer.session.policy.state_dict().items()}
-
-
-def same(mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
-    assert mine.keys() == theirs.keys()
-    return all(weight.equal(theirs[name]) for name, weight in mine.items())
 
 
 def logps_of(trainer: Trainer, weights: dict[str, torch.Tensor], tree: RolloutTree) -> list[list[float]]:
