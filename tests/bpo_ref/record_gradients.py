@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import several
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -45,6 +46,8 @@ class Recorder(TrainingSession):
 
 
 if __name__ == "__main__":
-    trainer = Trainer(parse_args(), Recorder)
-    trainer.run()
+    for given in several.arguments():
+        trainer = Trainer(parse_args(given), Recorder)
+        trainer.run()
+        trainer.session.accelerator.free_memory()
     trainer.session.leave()

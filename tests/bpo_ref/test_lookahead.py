@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import math
 import os
@@ -52,12 +51,10 @@ class ListedEnv(TabularEnv):
         self.listed = list(listed)
 
     def successors(self, actions: Sequence[int]) -> list[Transition]:
-        before, stream, found = self.state, self.np_random, []
+        before, stream, found = self.state, self.np_random.bit_generator.state, []
         for action in actions:
-            self.np_random = copy.deepcopy(stream)
             found.append(Transition(*TabularEnv.step(self, action)))
-            self.state = before
-        self.np_random = stream
+            self.state, self.np_random.bit_generator.state = before, stream
         return found
 
     def _info(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
+import several
 import torch
 import wordgame
 import yaml
@@ -482,41 +484,62 @@ def test_gradients_of_adapters_are_those_of_one_process(folders: dict[str, Path]
     assert_same_gradients(tmp_path / "1", tmp_path / "2")
 
 
+SHARDED: dict[str, Any] = {
+    "algo": "bpo-tree", "baseline": "critic", "kl": 0.1, "updates": 1,
+    "sft_steps": 1, "sft_episodes": 4, "sft_batch": 3, "gradient_checkpointing": True,
+    "points": 1.5, "seed": 3, "micro_tokens": 150,  # so that each process has batches of another number
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def sharded(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders of runs of one update, resumed for a second, and of two at once: of all weights, and of adapters."""
+    folder = tmp_path_factory.mktemp("sharded")
+    runs = {}
+    kinds: dict[str, dict[str, Any]] = {"all weights": {}, "adapters": {"lora_r": 4, "lora_alpha": 8}}
+    for name, adapters in kinds.items():
+        if not adapters or importlib.util.find_spec("peft"):
+            (folder / "configs" / name).mkdir(parents=True)
+            config = config_file(folder / "configs" / name, folders["qwen2"], **SHARDED, **adapters)
+            runs[name] = ["--config", str(config)]
+    listed = several.write(folder / "runs.json", runs)
+    launch(RECORDER, folder / "1", 1, listed)
+    for out, more in (("2", []), ("longer", ["--resume", "True", "--updates", "2"]), ("straight", ["--updates", "2"])):
+        if out == "longer":
+            shutil.copytree(folder / "2", folder / out)
+        done = launch_sharded(RECORDER, folder / out, listed, *more)  # which asserts that the weights are shards
+        assert done.returncode == 0, done.stderr[-3000:]
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="torch is built without distributed")
-@pytest.mark.parametrize("adapters", [{}, {"lora_r": 4, "lora_alpha": 8}], ids=["all weights", "adapters"])
+@pytest.mark.xdist_group("sharded weights")
+@pytest.mark.parametrize("kind", ["all weights", "adapters"])
 def test_sharded_weights_have_the_gradients_of_one_process_and_resume(
-    folders: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest, adapters: dict[str, Any]
+    folders: dict[str, Path], request: pytest.FixtureRequest, kind: str
 ) -> None:
     """Both stages, a reference, a value head; processes with unlike numbers of batches; the launcher's own file."""
-    if adapters:
+    if kind == "adapters":
         request.getfixturevalue("peft")
-    options = {"algo": "bpo-tree", "baseline": "critic", "kl": 0.1, "updates": 1, **adapters}
-    options |= {"sft_steps": 1, "sft_episodes": 4, "sft_batch": 3, "gradient_checkpointing": True}
-    options |= {"points": 1.5, "seed": 3, "micro_tokens": 150}  # so that each process has batches of another number
-    config = config_file(tmp_path, folders["qwen2"], **options)
-    launch(RECORDER, tmp_path / "1", 1, config)
-    done = launch_sharded(RECORDER, tmp_path / "2", config)  # which asserts that the weights are shards
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert results_of(tmp_path / "2")["processes"] == 2
-    assert batches_of(tmp_path / "2", "sft-0") == [2, 1] and batches_of(tmp_path / "2", "rl-0") == [4, 5]
-    assert_same_gradients(tmp_path / "1", tmp_path / "2", bound=1e-4)
-    whole, _ = load_policy(tmp_path / "2" / "checkpoint")
-    alone, _ = load_policy(tmp_path / "1" / "checkpoint")
+    runs = request.getfixturevalue("sharded")
+    one, two, longer, straight = (runs / name / kind for name in ("1", "2", "longer", "straight"))
+    assert results_of(two)["processes"] == 2
+    assert batches_of(two, "sft-0") == [2, 1] and batches_of(two, "rl-0") == [4, 5]
+    assert_same_gradients(one, two, bound=1e-4)
+    whole, _ = load_policy(two / "checkpoint")
+    alone, _ = load_policy(one / "checkpoint")
     assert whole.state_dict().keys() == alone.state_dict().keys()
-    saved = load_checkpoint(tmp_path / "2" / "checkpoint")
+    saved = load_checkpoint(two / "checkpoint")
     assert saved["sharded"] and saved["value_head"]["weight"].shape == (1, 32)
 
-    longer = launch_sharded(TRAIN, tmp_path / "2", config, "--resume", "True", "--updates", "2")
-    assert longer.returncode == 0, longer.stderr[-3000:]
-    straight = launch_sharded(TRAIN, tmp_path / "straight", config, "--updates", "2")
-    assert straight.returncode == 0, straight.stderr[-3000:]
-    mine, theirs = ([line for line in metrics(tmp_path / name) if "update/loss" in line] for name in ("2", "straight"))
+    mine, theirs = ([line for line in metrics(out) if "update/loss" in line] for out in (longer, straight))
     assert mine == theirs and len(mine) == 2
-    assert_same_weights(tmp_path / "2", tmp_path / "straight")
+    assert_same_weights(longer, straight)
 
+    options = SHARDED | ({"lora_r": 4, "lora_alpha": 8} if kind == "adapters" else {})
     with pytest.raises(CheckpointError, match="was made with sharded weights, now there are whole weights"):
-        trainer_of(tmp_path / "2", folders["qwen2"], **options, resume=True)
+        trainer_of(two, folders["qwen2"], **options, resume=True)
 
 
 @needs_peft

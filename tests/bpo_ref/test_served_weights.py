@@ -277,7 +277,7 @@ def test_servers_get_weights_that_are_sharded(
 @pytest.mark.slow
 def test_two_processes_share_the_servers(folder: Path, tmp_path: Path) -> None:
     """The first publishes weights for both; the trees are those of one process."""
-    from test_train import ENVIRONMENT, launcher
+    from test_train import launch
 
     found = {}
     for processes in (1, 2):
@@ -286,9 +286,7 @@ def test_two_processes_share_the_servers(folder: Path, tmp_path: Path) -> None:
             given = {**SMALL, "server": [server.url], "model": str(folder), "out": str(out), "trackers": []}
             config = tmp_path / f"{processes}.json"
             config.write_text(json.dumps(given))
-            command = [*launcher(TRAIN, processes), "--config", str(config)]
-            done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=600, check=False)
-            assert done.returncode == 0, done.stderr[-3000:]
+            launch(TRAIN, out, processes, config)
             assert server.loads == 4
             found[processes] = json.loads((out / "results.json").read_text())
     assert found[2]["processes"] == 2

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import several
 import torch
 import wordgame
 import yaml
@@ -545,49 +546,63 @@ def launcher(script: Path, processes: int) -> list[str]:
 
 
 def launch(script: Path, out: Path, processes: int, config: Path, *more: str) -> None:
-    """Run a script in real processes."""
-    command = [*launcher(script, processes), "--config", str(config), "--out", str(out), *more]
+    """Run a script in real processes; one needs no launcher."""
+    start = launcher(script, processes) if processes > 1 else [sys.executable, str(script)]
+    command = [*start, "--config", str(config), "--out", str(out), *more]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"algo": "bpo", "sft_steps": 0},
-        {"algo": "bpo-forest", "sft_steps": 0, "aggregation": "path"},
-        {"algo": "ppo", "sft_steps": 0, "epochs": 1, "minibatches": 1},
-        {"algo": "ppo", "sft_steps": 1, "updates": 0, "minibatches": 1},
-        {"algo": "gigpo", "sft_steps": 0, "dynamic_sampling": 1.5, "mask_truncated": True, "tis": 2.0},
-    ],
-    ids=["split", "forest", "value head", "supervised", "gigpo"],
-)
-def test_gradients_of_two_processes_are_those_of_one(tmp_path: Path, options: dict[str, Any]) -> None:
-    """Compared before AdamW, which turns rounding into steps where a gradient is about 0."""
+COMPARED: dict[str, dict[str, Any]] = {
+    "split": {"algo": "bpo", "sft_steps": 0},
+    "forest": {"algo": "bpo-forest", "sft_steps": 0, "aggregation": "path"},
+    "value head": {"algo": "ppo", "sft_steps": 0, "epochs": 1, "minibatches": 1},
+    "supervised": {"algo": "ppo", "sft_steps": 1, "updates": 0, "minibatches": 1},
+    "gigpo": {"algo": "gigpo", "sft_steps": 0, "dynamic_sampling": 1.5, "mask_truncated": True, "tis": 2.0},
+}
+EPISODES: dict[str, Any] = {"updates": 2, "minibatches": 2, "kl": 0.05, "lr": 1e-3}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders ``1`` and ``2``: runs of `COMPARED` and `EPISODES` with their gradients, by one process and by two."""
+    folder = tmp_path_factory.mktemp("recorded")
+    runs = {}
+    for name, options in {**COMPARED, "episodes": EPISODES}.items():
+        (folder / "configs" / name).mkdir(parents=True)
+        config = config_file(folder / "configs" / name, **{"updates": 1, "prompts": 8, **options})
+        runs[name] = ["--config", str(config)]
+    script = Path(__file__).with_name("record_gradients.py")
     for processes in (1, 2):
-        config = config_file(tmp_path, **{"updates": 1, "prompts": 8, **options})
-        launch(Path(__file__).with_name("record_gradients.py"), tmp_path / str(processes), processes, config)
-        assert results_of(tmp_path / str(processes))["processes"] == processes
-    (one,), (two,) = (sorted((tmp_path / str(n)).glob("gradients-*.pt")) for n in (1, 2))
+        launch(script, folder / str(processes), processes, several.write(folder / "runs.json", runs))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("gradients of two processes")
+@pytest.mark.parametrize("name", COMPARED)
+def test_gradients_of_two_processes_are_those_of_one(recorded: Path, name: str) -> None:
+    """Compared before AdamW, which turns rounding into steps where a gradient is about 0."""
+    folders = [recorded / str(processes) / name for processes in (1, 2)]
+    assert [results_of(folder)["processes"] for folder in folders] == [1, 2]
+    (one,), (two,) = (sorted(folder.glob("gradients-*.pt")) for folder in folders)
     mine, theirs = torch.load(one), torch.load(two)
     size = torch.cat([gradient.flatten() for gradient in mine.values()]).norm()
     assert size > 1e-4
-    for name, gradient in mine.items():
-        assert (gradient - theirs[name]).norm() < 2e-5 * size, name
+    for weights, gradient in mine.items():
+        assert (gradient - theirs[weights]).norm() < 2e-5 * size, weights
 
 
 @pytest.mark.slow
-def test_runs_of_one_and_two_processes_play_the_same_episodes(tmp_path: Path) -> None:
-    options = {"updates": 2, "prompts": 8, "minibatches": 2, "kl": 0.05, "lr": 1e-3}
-    for processes in (1, 2):
-        launch(TRAIN, tmp_path / str(processes), processes, config_file(tmp_path, **options))
-    one, two = results_of(tmp_path / "1"), results_of(tmp_path / "2")
+@pytest.mark.xdist_group("gradients of two processes")
+def test_runs_of_one_and_two_processes_play_the_same_episodes(recorded: Path) -> None:
+    folders = [recorded / str(processes) / "episodes" for processes in (1, 2)]
+    one, two = map(results_of, folders)
     assert (one["processes"], two["processes"]) == (1, 2)
     assert one["scores"] == two["scores"]
     for name in ("returns", "tokens", "env_steps"):
         assert one["counters"][name] == two["counters"][name]
-    for mine, theirs in zip(metrics(tmp_path / "1"), metrics(tmp_path / "2"), strict=True):
+    for mine, theirs in zip(*map(metrics, folders), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-5)
 
 

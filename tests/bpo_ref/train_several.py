@@ -1,13 +1,12 @@
-"""Train with several lists of arguments in sequence, as bpo_ref/train.py does with one: starting a launcher takes
-longer than two updates. A random model's answers are all wrong, so the reward here is drawn by their first tokens."""
+"""Train as bpo_ref/train.py does and write how the weights were placed. A random model's answers are all wrong, so the
+reward here is drawn by their first tokens."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Sequence
-from pathlib import Path
 
+import several
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,15 +34,11 @@ def kind_of(trainer: Trainer) -> str:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--config", type=Path, help="JSON: lists of arguments, by the names of folders for the runs")
-    parser.add_argument("--out", type=Path)
-    options = parser.parse_args()
-    for name, arguments in json.loads(options.config.read_text()).items():
-        trainer = Rewarded(parse_args([*arguments, "--out", str(options.out / name)]))
+    for given in several.arguments():
+        trainer = Rewarded(parse_args(given))
         kind = kind_of(trainer)
         trainer.run()
         if trainer.session.accelerator.is_main_process:
             told = trainer.session.tokenizer.decode(trainer.session.chat.start("x"))
-            (options.out / name / "told.json").write_text(json.dumps({"kind": kind, "start": told}))
+            (trainer.session.out / "told.json").write_text(json.dumps({"kind": kind, "start": told}))
         trainer.session.accelerator.free_memory()
