@@ -44,7 +44,7 @@ STAGES = (f"not ({LONGER})", LONGER)
 
 @dataclass(frozen=True)
 class Fate:
-    """What became of a mutant."""
+    """Result of a mutant's trial: killed or not, and by which test."""
 
     mutant: Mutant
     killed: bool
@@ -129,14 +129,14 @@ class Trial:
         return -1
 
     def told(self) -> str:
-        """What the tests have written."""
+        """Output of the tests so far."""
         assert self.output is not None
         self.output.seek(0)
         return self.output.read()
 
 
 def fate_of(trial: Trial, code: int) -> Fate:
-    """What became of the trial's mutant, by the exit code of its last stage."""
+    """Result of a trial, from the exit code of its last stage and the output of its tests."""
     assert trial.mutant is not None
     lines = [line.split(" ")[1] for line in trial.told().splitlines() if line.startswith(("FAILED ", "ERROR "))]
     by = lines[0].rpartition("/")[2] if lines else "it did not end" if code == -1 else f"exit code {code}"

@@ -599,7 +599,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             try:
                 worker.call(index, "make", self._makes[index], timeout=self._create_timeout)
                 self._generations[index] = worker.generation
-            except Exception as error:
+            except Exception as error:  # whatever its constructor raises is reported as its failure
                 failures[index] = error
         return failures
 
@@ -625,7 +625,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
                 if index in failed:
                     raise failed[index]
                 started = worker.restore(index, durable.snap, durable.seed, timeout=self._reset_timeout)
-            except Exception as cause:
+            except Exception as cause:  # the death of the worker is what is reported
                 own.add_note(f"it could not be taken back to its last snapshot: {cause!r}")
                 continue
             observation, info = started
