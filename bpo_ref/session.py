@@ -11,17 +11,16 @@ import os
 import shutil
 import signal
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import InitProcessGroupKwargs, broadcast_object_list, gather_object, patch_environment
+from accelerate.utils import InitProcessGroupKwargs, gather_object, patch_environment
 from transformers import PreTrainedTokenizerBase
 
 from bpo_ref.args import BY_ENTROPY, Args, resolved
@@ -31,7 +30,7 @@ from bpo_ref.distributed import chosen
 from bpo_ref.eval import Score, evaluate
 from bpo_ref.experiments.gpu_memory import Layout, shortage
 from bpo_ref.learning import packing
-from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from bpo_ref.learning.checkpoint import load_checkpoint, save_checkpoint
 from bpo_ref.learning.models import (
     ActorCritic,
     CausalLM,
@@ -50,11 +49,11 @@ from bpo_ref.learning.models import (
 )
 from bpo_ref.lookahead import check_prompt
 from bpo_ref.run_log import RunLog, Stage, described_failures, tracking, write_report
-from bpo_ref.running import folder, journals, servers
+from bpo_ref.running import folder, journals, processes, servers
 from bpo_ref.running.console import Progress, header, model_line, say, say_from_signal
 from bpo_ref.running.environments import first_info, gives_key, opened
-from bpo_ref.running.folder import appears, token_in
 from bpo_ref.running.launcher import stop_with_launcher
+from bpo_ref.running.resuming import MAY_CHANGE, check_settings
 from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.engine import EngineError
@@ -68,19 +67,8 @@ from sandboxgym.tree.journal import Journal
 
 Item = TypeVar("Item")
 
-OUT_SECONDS = 30.0
-"""Seconds for which a process looks for the first one's file in ``out``."""
-
 SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which a second SIGINT counts as the first: launchers forward the one that the terminal sent."""
-
-MAY_CHANGE = {  # on resuming
-    "resume", "overwrite", "out", "threads", "envs", "env_workers", "env_capture_every", "long_rows",
-    "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
-    "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
-    "trackers", "journal", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",
-    "server_sends", "server_sleeps",
-}  # fmt: skip
 
 
 class Interrupted(Exception):
@@ -125,7 +113,7 @@ class TrainingSession:
             )
         settle_cpu(args.threads)
         self.out = Path(args.out)
-        self._all_refuse(lambda: folder.refusal(args))
+        processes.all_refuse(self.accelerator, lambda: folder.refusal(args))
         self.envs = opened(args, "env_kwargs")
         try:
             self.eval_envs = opened(args, "eval_kwargs")
@@ -147,7 +135,7 @@ class TrainingSession:
         if self.strategy.sharded:  # whose processes all make the same passes
             self.args = args = replace(args, long_rows="whole")
         self.out.mkdir(parents=True, exist_ok=True)
-        self._check_out()
+        processes.check_shared(self.out, self.accelerator, self.gather)
         self._take_out()
         self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
         self.scores: dict[str, Score] = {}
@@ -163,8 +151,8 @@ class TrainingSession:
         if self.accelerator.is_main_process:
             folder.write_settings(self.out, given, args, processes=self.accelerator.num_processes)
         resumed = f"{saved['stage']} step {saved['step']}" if saved is not None else ""
-        processes = self.accelerator.num_processes
-        self.say(header(args, device=self._device_name(), processes=processes, resumed=resumed))
+        device, count = processes.device_name(self.accelerator), self.accelerator.num_processes
+        self.say(header(args, device=device, processes=count, resumed=resumed))
         self.prompt = make_prompt(
             args.prompt, args.env_id, system=args.system, list_actions=args.list_actions, history=args.history
         )
@@ -226,16 +214,7 @@ class TrainingSession:
         if not self.args.resume:
             return None
         saved = load_checkpoint(checkpoint)
-        defaults = {field.name: field.default for field in fields(self.args)}
-        for name, mine in json.loads(json.dumps(asdict(self.args))).items():
-            theirs = saved["args"].get(name, defaults[name])  # a checkpoint may be older than a setting
-            if mine != theirs and name not in MAY_CHANGE:
-                raise CheckpointError(f"{checkpoint}: was made with {name}={theirs!r}, now it is {mine!r}")
-        if saved["sharded"] != self.strategy.sharded:
-            kind = {False: "whole weights on every process", True: "sharded weights"}
-            raise CheckpointError(
-                f"{checkpoint}: was made with {kind[saved['sharded']]}, now there are {kind[self.strategy.sharded]}"
-            )
+        check_settings(saved, self.args, sharded=self.strategy.sharded, checkpoint=checkpoint)
         return saved
 
     def maybe_save(self, every: int, *, last: bool = False) -> None:
@@ -554,7 +533,9 @@ class TrainingSession:
             ConfigError: one is not there, or serves something else.
         """
         publisher = servers.publisher_of(self.args, self.tokenizer, self.chat, vocabulary=model.config.vocab_size)
-        self._all_refuse(lambda: servers.difference(publisher.fleet, self.args, self.tokenizer, self.chat))
+        processes.all_refuse(
+            self.accelerator, lambda: servers.difference(publisher.fleet, self.args, self.tokenizer, self.chat)
+        )
         sharded, sleeps = self.strategy.sharded, self.args.server_sleeps
         return servers.Servers(publisher, self.accelerator, sharded=sharded, sleeps=sleeps)
 
@@ -592,8 +573,8 @@ class TrainingSession:
     def report(self) -> None:
         """Write the report of a finished run."""
         if self.accelerator.is_main_process:
-            processes = self.accelerator.num_processes
-            write_report(self.out, self.args, self.scores, self.counters, last=self.step, processes=processes)
+            count = self.accelerator.num_processes
+            write_report(self.out, self.args, self.scores, self.counters, last=self.step, processes=count)
 
     # Optimizer steps, over all processes.
 
@@ -648,18 +629,6 @@ class TrainingSession:
         """Show the progress of a stage; in the first process only."""
         return Progress(description, total, done=done, shown=self.accelerator.is_main_process, lines=lines)
 
-    def _all_refuse(self, reason: Callable[[], str | None]) -> None:
-        """Ask the first process for a reason to refuse, and raise it in all processes.
-
-        Raises:
-            ConfigError: the first process has a reason.
-        """
-        message = reason() if self.accelerator.is_main_process else None
-        if self.accelerator.num_processes > 1:
-            message = broadcast_object_list([message])[0]
-        if message:
-            raise ConfigError(message)
-
     def _take_out(self) -> None:
         """Take the folder for this run: lock it, and clear it if asked for."""
 
@@ -676,38 +645,12 @@ class TrainingSession:
                 shutil.rmtree(self.out / journals.FOLDER, ignore_errors=True)  # of a run that was killed at once
             return None
 
-        self._all_refuse(take)
+        processes.all_refuse(self.accelerator, take)
 
     def say(self, text: str) -> None:
         """Print a text once, in the first process only."""
         if self.accelerator.is_main_process:
             say(text)
-
-    def _device_name(self) -> str:
-        """Device of this process, with the name of its GPU."""
-        device = self.accelerator.device
-        if device.type != "cuda":
-            return str(device)
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-
-    def _check_out(self) -> None:
-        """Check that all processes share ``out``: they read the first one's demonstrations, adapters and checkpoints.
-
-        Raises:
-            ConfigError: a process, perhaps on another node, does not see the first one's folder.
-        """
-        if self.accelerator.num_processes == 1:
-            return
-        main = self.accelerator.is_main_process
-        name = broadcast_object_list([f".shared-{uuid.uuid4().hex}" if main else None])[0]
-        with token_in(self.out, name if main else None):
-            self.accelerator.wait_for_everyone()
-            sees = self.gather([appears(self.out / name, seconds=OUT_SECONDS)])
-        if blind := [process for process, seen in enumerate(sees) if not seen]:
-            raise ConfigError(
-                f"out: expected a folder that all processes share, but {self.out} of process 0 is not that of "
-                f"{blind}: with several nodes, it has to be on a file system that they share"
-            )
 
     def check_processes(self) -> None:
         """Check the number of processes: one that was meant to be several would train on a part of the batch."""

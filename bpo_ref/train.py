@@ -45,25 +45,24 @@ from bpo_ref.baselines import (
     state_key,
     summarize,
 )
-from bpo_ref.config import ConfigError
 from bpo_ref.eval import Score
 from bpo_ref.experiments.value_oracle import value_scores
 from bpo_ref.learning.batch import Batch, Critique, Row, collate, micro_batches, rows_of
-from bpo_ref.learning.checkpoint import CheckpointError
 from bpo_ref.learning.models import CausalLM
 from bpo_ref.learning.rescore import mismatch_metrics, rescore
 from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, success_of, write_samples
 from bpo_ref.running.ahead import Ahead, Sampled
+from bpo_ref.running.exits import exits_for_errors
+from bpo_ref.running.progress import learning_rate_factor, position
 from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import forward
 from bpo_ref.sampling.masks import end_counts, without_masked
 from bpo_ref.sampling.selection import differing, draw_tasks, leave_out, shuffled_parts
 from bpo_ref.schedules import make_schedule
-from bpo_ref.session import Interrupted, TrainingFailed, TrainingSession
+from bpo_ref.session import Interrupted, TrainingSession
 from bpo_ref.supervised import supervised
 from sandboxgym.tree import Clock, Edge, Failure, Node, Policy, RolloutTree, rollout
-from sandboxgym.workers.env_host import CallTimedOut, FleetError, WorkerDied
 
 # ------------------------------------------------------------------------------------------------------------- credit
 
@@ -499,8 +498,8 @@ class Trainer:
     def _reinforce(self) -> None:
         """Rollouts, credit, loss; an evaluation every ``eval_every`` updates, or the same fraction of the budget."""
         args, session = self.args, self.session
-        bar = session.bar(args.algo, args.updates, done=self._position())
-        while (before := self._position()) < args.updates:
+        bar = session.bar(args.algo, args.updates, done=position(args, session.step, session.counters))
+        while (before := position(args, session.step, session.counters)) < args.updates:
             began, tokens = time.perf_counter(), session.counters["tokens"]
             session.set_lr(args.lr * learning_rate_factor(before, args))
             with session.gathered():
@@ -517,7 +516,7 @@ class Trainer:
             metrics["time/tokens_per_second"] = (session.counters["tokens"] - tokens) / (finished - began)
             metrics["update/lr"] = session.lr
             session.log.scalars(metrics, "rl", session.step)
-            now = self._position()
+            now = position(args, session.step, session.counters)
             shown = {name: f"{metrics[f'rollout/{name}']:.2f}" for name in ("success", "entropy")}
             bar.advance(now, **shown, tokens=f"{session.counters['tokens'] / 1e3:.0f}k")
             last = now >= args.updates
@@ -528,13 +527,6 @@ class Trainer:
                     write_samples(session.out, trees, args, update=session.step)
             session.maybe_save(args.save_every, last=last)
         bar.close()
-
-    def _position(self) -> float:
-        """Progress of the run in updates: of its ``updates``, or the same fraction of its budget."""
-        args, session = self.args, self.session
-        if not args.budget:
-            return session.step
-        return min(1.0, session.counters[args.match.replace("-", "_")] / args.budget) * args.updates
 
     def _rollouts(self, seed: Sequence[int]) -> list[RolloutTree]:
         """Trees of the update, measured by the policy that learns from them; with ``staleness`` sampled before it."""
@@ -662,14 +654,6 @@ class Trainer:
         return batch_metrics(total) | {f"total/{name}": float(value) for name, value in session.counters.items()}
 
 
-def learning_rate_factor(position: float, args: Args) -> float:
-    """Warm-up, then constant, linear or cosine; ``position`` in updates."""
-    if position < args.warmup:
-        return (position + 1) / args.warmup
-    rest = (position - args.warmup) / max(1, args.updates - args.warmup)
-    return {"constant": 1.0, "linear": 1.0 - rest, "cosine": 0.5 * (1 + math.cos(math.pi * rest))}[args.lr_decay]
-
-
 def train(args: Args) -> dict[str, Score]:
     """Train as a program does; returns the scores by stage.
 
@@ -677,13 +661,9 @@ def train(args: Args) -> dict[str, Score]:
         SystemExit: the run failed, with the reason; or a signal stopped it: the status is 128 plus the signal's number,
             as in shells: 130 after Ctrl-C, 143 after SIGTERM.
     """
-    try:
+    with exits_for_errors():
         trainer = Trainer(args)
         scores = trainer.run()
-    except (ConfigError, CheckpointError, TrainingFailed, FleetError, WorkerDied, CallTimedOut) as error:
-        raise SystemExit(f"error: {error}") from error
-    except KeyboardInterrupt:  # before the first step, or the second time
-        raise SystemExit(128 + signal.SIGINT) from None
     trainer.session.leave()
     if trainer.session.stopped_by:
         raise SystemExit(128 + trainer.session.stopped_by)

@@ -74,7 +74,7 @@ def differing(quiet: Row, other: Row) -> list[str]:
 
 
 def told(verdicts: Sequence[Verdict]) -> str:
-    """How many there are of each."""
+    """Counts of the verdicts, in words."""
     counts = [f"{verdicts.count(verdict)} {verdict}" for verdict in Verdict if verdict in verdicts]
     return ", ".join(counts)
 

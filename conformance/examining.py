@@ -47,7 +47,7 @@ Job = tuple[str, str | Budget, int, Collection[str] | None]
 
 @dataclass(frozen=True)
 class Row:
-    """What became of one specimen.
+    """Results of the checks of one specimen.
 
     Attributes:
         name: of the specimen.
@@ -146,7 +146,7 @@ def hunt(mutant: Mutant, *, budget: str | Budget = "quick", seed: int = 0) -> Ro
 
 
 def killed(mutant: Mutant, row: Row) -> bool:
-    """Whether a check that names the hazard failed."""
+    """True if a check that names the hazard failed."""
     return bool(mutant.killed_by & row.failed)
 
 

@@ -57,7 +57,7 @@ def _checks_of(module: str) -> str:
 @functools.cache
 def _shared() -> frozenset[str]:
     """Modules of the suite that every check depends on."""
-    shown = tuple(f"{SUITE}.{name.removesuffix('.py').replace('/', '.')}" for name in digest.SHOWING)
+    shown = tuple(f"{SUITE}.{name.removesuffix('.py').rstrip('/').replace('/', '.')}" for name in digest.SHOWING)
     return frozenset(name for name in _modules(SUITE) if not name.startswith((*shown, CHECKS)))
 
 
@@ -77,7 +77,8 @@ def certificate_digest(arguments: Sequence[str]) -> str:
     if any(_within(name, SANDBOX) for name in found):  # its backends are reached by name
         found |= {name for name in _modules("sandboxgym") if _within(name, SANDBOX)}
     parts = _data(found)
-    parts |= {"suite": suite_digest(), "strength": digest.source_digest(_text(f"{SUITE}.strength"))}
+    strength = {name: digest.source_digest(_text(name)) for name in _modules(f"{SUITE}.strength")}
+    parts |= {"suite": suite_digest(), "strength": _digest(strength)}
     parts |= {"environment": environment_digest(found | modules, PACKAGES), "command": repr(list(arguments))}
     return _digest(parts)
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from sandboxgym import SnapshotEnv, Unicode, serialization
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot
+from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 from sandboxgym.serialization import Piece
 
 CHUNK = 10_000

@@ -30,7 +30,8 @@ from sandboxgym.errors import (
     StoreFull,
     from_outside,
 )
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
+from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 from sandboxgym.serialization import Piece
 from sandboxgym.system import interpreter
 from sandboxgym.workers import blobs, store

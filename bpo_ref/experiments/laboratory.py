@@ -27,13 +27,13 @@ from bpo_ref.learning.batch import collate, micro_batches, rows_of
 from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.running.environments import envs_of, gives_key
+from bpo_ref.running.resuming import MAY_CHANGE
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.schedules import make_schedule
-from bpo_ref.session import MAY_CHANGE
 from bpo_ref.train import aggregate, assign_credit, policy_loss
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.system.atomic import atomic_file

@@ -304,7 +304,7 @@ class Locked(Kept):
         self.sum, self.turn = 0, 0
 
     def mask(self) -> dict[str, Any]:
-        """What may be done now."""
+        """Mask of the actions that are possible now."""
         odd = self.turn % 2
         doors = (np.array([1, odd, 0], np.int8), np.array([odd, 1], np.int8))
         pair = (np.array([0, 1, odd, 1 - odd], np.int8), np.array([1, 0], np.int8))

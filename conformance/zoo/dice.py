@@ -49,7 +49,7 @@ class Dice(SnapshotEnv[int, int]):
         return self.total, self.reward(done), done, False, self.info(roll)
 
     def begin(self) -> None:
-        """What mutants do at a reset."""
+        """Hook at the end of a reset, which mutants override."""
 
     def roll(self) -> int:
         return int(self.np_random.integers(1, 7))

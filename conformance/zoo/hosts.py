@@ -199,7 +199,7 @@ class Browser(Game):
         return self.observation(), paid, paid > 12, state["clock"] >= 30, self.info()
 
     def worth(self) -> float:
-        """What a purchase is worth: all that the site knows."""
+        """Worth of a purchase: it counts all that the site knows."""
         state, page = self.state, str(self.state["page"])
         known = state["session"][page] + 2 * state["local"][page] + len(state["database"]) + 0.5 * len(state["form"])
         return known if "login" in state["cookies"] else 0.25 * known

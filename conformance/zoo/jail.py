@@ -70,7 +70,7 @@ _LEFT_OUT = ("./proc", "./usr", "./bin", "./sbin", "./lib", "./lib32", "./lib64"
 
 
 class JailError(Exception):
-    """What a jail refuses, in words."""
+    """A jail refused a call; the message says why."""
 
 
 @functools.cache
@@ -132,7 +132,7 @@ class Cell:
 
 
 def clear(cells: list[Cell], folders: list[Path]) -> None:
-    """What `Jail.close` does; also when it is collected or the interpreter exits."""
+    """End cells and give back folders: for `Jail.close`, garbage collection and the interpreter's exit."""
     while cells:
         cells.pop().end()
     while folders:

@@ -131,7 +131,7 @@ class Replayed(gym.Env[Any, int]):
 
 
 def opened(snap: Any, fits: str, seed: Any) -> Any:
-    """What a handle holds, if it fits and the seed is one."""
+    """Content of a handle, checked: it is a snapshot, live and of this configuration; the seed is one."""
     if seed is not None:
         seeding.np_random(seed)
     if not isinstance(snap, Handle):

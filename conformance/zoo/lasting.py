@@ -229,7 +229,7 @@ class HoldsAncestors(Corridor):
 
 
 def depth(state: State) -> int:
-    """How many ancestors a state holds."""
+    """Number of ancestors that a state holds."""
     ancestor, found = state.get("ancestor"), 0
     while ancestor is not None:
         ancestor, found = ancestor["below"], found + 1

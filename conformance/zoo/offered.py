@@ -1,4 +1,4 @@
-"""What goes in and what is offered: options that choose rules, actions in the caller's arrays, a space that grows.
+"""Faults at the inputs: options that choose rules, actions in the caller's arrays, a space that grows.
 
 `Workshop` is correct; every mutant is a workshop with one method changed.
 """

@@ -1,4 +1,4 @@
-"""What a policy prints and writes: a dict in info in the order of picking up, notes in any script, restores that raise.
+"""Faults in text for a policy: a dict in info in the order of picking up, notes in any script, restores that raise.
 
 `Satchel` is correct; every mutant is a satchel with one method changed.
 """

@@ -90,7 +90,7 @@ def stop_job(job: subprocess.Popen[bytes]) -> None:
 
 
 def clear(roots: list[Path], jobs: dict[str, subprocess.Popen[bytes]]) -> None:
-    """What `Shell.close` does; also when it is collected or the interpreter exits."""
+    """Stop jobs and remove folders: for `Shell.close`, garbage collection and the interpreter's exit."""
     for job in jobs.values():
         stop_job(job)
     jobs.clear()
@@ -159,7 +159,7 @@ class Shell(SnapshotEnv[str, str]):
         return {"admissible_commands": self.admissible(), "success": False, "task_id": self.variables["TASK"]}
 
     def admissible(self) -> list[str]:
-        """What does something here, so that a short random walk gets around."""
+        """Commands that have an effect here, so that a short random walk gets around."""
         names = {path.name for path in self.here().iterdir()}
         commands = ["write a one", "write b two", "append a another", "set K v", "set K w", "echo K", "newest", "ls"]
         commands += ["journal", "stop worker" if "worker" in self.jobs else "start worker", "jobs"]

@@ -231,7 +231,7 @@ class BaseOnly(Own):
 
 @mutant("only the base environment is captured", "wrappers.time_limit", "wrappers.stack", "restore.trace_equality")
 def base_only() -> AnyEnv:
-    """What ``get_wrapper_attr("snapshot")`` does."""
+    """Snapshots and restores reach the base environment alone, as through ``get_wrapper_attr("snapshot")``."""
     return BaseOnly(wrappers.TimeLimit(Corridor(), LIMIT))
 
 

@@ -36,7 +36,8 @@ from typing import Any
 from sandboxgym.brief import brief
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.files.differences import differences
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot
+from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 MAIN = "main"
 """Name of the first branch, which always exists."""

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from sandboxgym.brief import brief
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot
+from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 try:
     from harbor.environments.base import BaseEnvironment, ExecResult

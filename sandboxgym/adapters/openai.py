@@ -172,7 +172,7 @@ class ChatEndpoint:
             completion = self.client.chat.completions.create(
                 model=self.model, messages=list(messages), seed=seed, **self._options
             )
-        except Exception as error:
+        except Exception as error:  # the client is the caller's: openai need not be installed
             if _context_is_full(error):
                 return None
             raise

@@ -96,7 +96,7 @@ class TRLEnvironment:
         command = self._read(str(action))
         try:
             observation, reward, terminated, truncated, info = self._env.step(command)
-        except Exception as error:
+        except Exception as error:  # TRL turns it into text for the model; the rollout shall end with it
             self._failure = error
             raise
         self._total += float(reward)
@@ -227,7 +227,7 @@ class TrainerEngine:
             batch, self._waiting, self._task = self._waiting, [], None
             try:
                 answers = await asyncio.to_thread(self._generate, batch, stop_ids)
-            except Exception as error:
+            except Exception as error:  # each caller that waits gets it
                 for *_, future in batch:
                     if not future.done():
                         future.set_exception(error)

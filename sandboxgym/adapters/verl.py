@@ -166,7 +166,7 @@ class TreeManager:
             await self._put(tq, self.rows(rows, trees), partition)
             grown = {tree.index for tree in trees}
             await report(["finished" if i in grown else "failure" for i in range(len(rows))])
-        except Exception as error:
+        except Exception as error:  # nobody awaits this: the rows say that it failed
             logger.error("a rollout of %d trees failed: %s", len(rows), described(error), exc_info=error)
             await report(["failure"] * len(rows))
 

@@ -21,7 +21,8 @@ from sandboxgym.attack.stage import MIB, Stage
 from sandboxgym.attack.starvation import Owner, clear, run_directories
 from sandboxgym.sandbox.base import CONTROL, SandboxError
 from sandboxgym.sandbox.layers.disk import remove_directories
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot
+from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 from sandboxgym.system import run_directories as leftovers
 
 LEFTOVERS: list[Attempt] = []

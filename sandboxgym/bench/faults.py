@@ -28,7 +28,8 @@ from sandboxgym.bench.tools import page
 from sandboxgym.bench.tools.traces import Folder, Traces
 from sandboxgym.sandbox.backends import NAMES
 from sandboxgym.sandbox.base import Limits, SandboxClosed, SandboxFull, SandboxUnavailable
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
+from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 MIB = 2**20
 PATIENCE = 300.0

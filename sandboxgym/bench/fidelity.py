@@ -27,7 +27,8 @@ from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.sandbox.backends import NAMES
 from sandboxgym.sandbox.base import Capabilities, RootFS, SandboxUnavailable
 from sandboxgym.sandbox.files.rootfs import resolve
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
+from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 from sandboxgym.spaces import Unicode
 
 REPORTED = "lost, reported"

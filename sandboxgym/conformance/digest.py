@@ -15,7 +15,7 @@ from typing import Any
 
 HOME = Path(__file__).parent
 SHOWING = (
-    *("__main__.py", "baselines.py", "digest.py", "strength.py", "test_conformance.py"),
+    *("__main__.py", "baselines.py", "digest.py", "strength/", "test_conformance.py"),
     *("harness/shrink.py", "harness/unrestored.py", "reports/"),
     *("supervision/janitor.py", "supervision/scratch.py"),
 )

@@ -27,7 +27,8 @@ from sandboxgym.e2b.commands import FOLDER, HOME, Command, Commands
 from sandboxgym.errors import SnapshotError
 from sandboxgym.sandbox.base import Limits, SandboxError, SandboxFull
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
+from sandboxgym.sandbox.sandbox import Sandbox, SnapshotMode, make_sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 log = logging.getLogger("sandboxgym")
 

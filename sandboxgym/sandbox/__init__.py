@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from sandboxgym.sandbox.base import Limits, Result, SandboxError
-    from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
+    from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+    from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 __all__ = ["Limits", "Result", "Sandbox", "SandboxError", "SandboxSnapshot", "make_sandbox"]
-_MODULES = {"Limits": "base", "Result": "base", "SandboxError": "base"}
+_MODULES = {"Limits": "base", "Result": "base", "SandboxError": "base", "SandboxSnapshot": "snapshot"}
 
 
 def __getattr__(name: str) -> Any:

@@ -427,7 +427,7 @@ class RayEnvs(PooledEnvs):
             if self._gate is not None and node is not None:
                 self._gate.created(node)
             return super().take_at(place)
-        except Exception as error:
+        except Exception as error:  # the constructor may raise anything: only what is missing here sends it elsewhere
             worker = self._worker(place)
             if not _is_missing(error) or worker.node is None:
                 raise
@@ -526,7 +526,7 @@ class RayEnvs(PooledEnvs):
             try:
                 if worker.keeping is not None and worker.alive:
                     worker.call(0, "store_all", timeout=self._patience)
-            except Exception as error:
+            except Exception as error:  # the worker leaves either way
                 where = f" on node {worker.node[:8]}" if worker.node else ""
                 logger.warning("snapshots kept by a worker%s may have no durable copy: %s", where, error)
             finally:

@@ -408,7 +408,7 @@ class EnvPool:
                 shipped = None if job.snap is None else worker.ship(job.snap)
             except WorkerDied as error:
                 self._after_death(job, error)
-            except Exception as error:
+            except Exception as error:  # of making the environment: it is the job's result
                 self._finish(job, None, error)
             else:
                 self._count(job, local=shipped is not None and shipped.data is None)

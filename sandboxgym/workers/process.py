@@ -130,7 +130,7 @@ def _dumps_error(error: BaseException) -> bytes:
     try:
         packed = dumps((error, text))
         pickle.loads(packed)  # many exceptions pickle, but do not unpickle
-    except Exception:
+    except Exception:  # pickling runs code of the exception's class, which may raise anything
         packed = dumps((EnvFailure(f"{type(error).__qualname__}: {error}"), text))
     return packed
 

@@ -290,7 +290,7 @@ class InlineWorker(Worker):
         for key, (slot, method, args) in calls.items():
             try:
                 outcomes[key] = Outcome(getattr(self._host, method)(slot, *args))
-            except Exception as error:
+            except Exception as error:  # the environment's, and its outcome
                 outcomes[key] = Outcome(None, error)
         return outcomes
 
@@ -302,7 +302,7 @@ class InlineWorker(Worker):
         for slot, action in enumerate(actions):
             try:
                 found.append(step(slot, action))
-            except Exception as error:
+            except Exception as error:  # the environment's: the others are stepped all the same
                 found.append(error)
         return found
 
@@ -317,7 +317,7 @@ class InlineWorker(Worker):
         call = self._posted.popleft()
         try:
             return Outcome(self._host.perform(call))
-        except Exception as error:
+        except Exception as error:  # the environment's, and its outcome
             return Outcome(None, error)
 
 
@@ -496,7 +496,7 @@ def outcome_of(answer: Answer) -> Outcome:
     try:
         failed, content = pickle.loads(answer)
         value = pickle.loads(content)
-    except Exception as error:
+    except Exception as error:  # unpickling runs code of the environment's classes
         return Outcome(None, error)
     if not failed:
         return Outcome(value)

@@ -12,67 +12,58 @@ import torch
 import wordgame
 from checkpoints import small_checkpoint
 
-from bpo_ref import session
 from bpo_ref.args import Args
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import fsdp2
 from bpo_ref.learning.checkpoint import STATE, load_checkpoint
 from bpo_ref.learning.models import load_policy
+from bpo_ref.running import processes
 from bpo_ref.running.folder import appears
-from bpo_ref.session import TrainingSession
 from bpo_ref.train import Trainer
 
 
-def process_of(folder: Path, *, number: int) -> Any:
+def process_of(number: int) -> Any:
     """Of two processes, as far as the check of `out` needs one."""
-    made = TrainingSession.__new__(TrainingSession)
-    made.out = folder
-    made.accelerator = SimpleNamespace(  # type: ignore[assignment]
-        num_processes=2, is_main_process=number == 0, wait_for_everyone=lambda: None
-    )
-    return made
+    return SimpleNamespace(num_processes=2, is_main_process=number == 0, wait_for_everyone=lambda: None)
 
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_folder_that_not_all_processes_see_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    monkeypatch.setattr(session, "OUT_SECONDS", 0.3)
+    monkeypatch.setattr(processes, "OUT_SECONDS", 0.3)
     (tmp_path / "main").mkdir()
     (tmp_path / "other").mkdir()
-    main = process_of(tmp_path / "main", number=0)
-    other = process_of(tmp_path / ("main" if shared else "other"), number=1)
+    main, other = tmp_path / "main", tmp_path / ("main" if shared else "other")
     sent: list[Any] = []
-    monkeypatch.setattr(session, "broadcast_object_list", lambda told: sent.extend(told) or told)
+    monkeypatch.setattr(processes, "broadcast_object_list", lambda told: sent.extend(told) or told)
     found: list[bool] = []
 
     def gather(mine: list[bool]) -> list[bool]:
         """While the first process waits, the other one looks for the file, too."""
-        monkeypatch.setattr(session, "broadcast_object_list", lambda _: sent)
-        other.gather = lambda local: [True, *local]
+        monkeypatch.setattr(processes, "broadcast_object_list", lambda _: sent)
         try:
-            other._check_out()
+            processes.check_shared(other, process_of(1), lambda local: [True, *local])
         except ConfigError as error:
             assert "found" not in str(error) and "[1]" in str(error)
-        found.append((other.out / sent[0]).exists())
+        found.append((other / sent[0]).exists())
         return [*mine, found[0]]
 
-    main.gather = gather
     if shared:
-        main._check_out()
+        processes.check_shared(main, process_of(0), gather)
     else:
         with pytest.raises(ConfigError, match=r"out: expected a folder that all processes share.*\[1\].*several nodes"):
-            main._check_out()
+            processes.check_shared(main, process_of(0), gather)
     assert found == [shared]
     assert not list((tmp_path / "main").iterdir()) and not list((tmp_path / "other").iterdir())
 
 
 def test_a_run_looks_whether_all_processes_see_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def blind(self: TrainingSession) -> None:
-        assert self.out.is_dir()
+    def blind(out: Path, *_: Any) -> None:
+        assert out.is_dir()
         raise ConfigError("out: expected a folder that all processes share")
 
-    monkeypatch.setattr(TrainingSession, "_check_out", blind)
+    monkeypatch.setattr(processes, "check_shared", blind)
     with pytest.raises(ConfigError, match=r"^out: "):
         Trainer(Args(env_id=wordgame.ENV_ID, out=str(tmp_path / "run"), sft_episodes=1, trackers=()))
 

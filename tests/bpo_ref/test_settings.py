@@ -13,11 +13,10 @@ import numpy as np
 import pytest
 import wordgame
 
-from bpo_ref import train
 from bpo_ref.args import Args, resolved
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import CheckpointError
-from bpo_ref.session import TrainingSession
+from bpo_ref.session import TrainingFailed, TrainingSession
 from bpo_ref.train import Trainer
 
 BASE: dict[str, Any] = {
@@ -121,7 +120,7 @@ def every_setting(seed: int, *, changed: int) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without plots, samples, checkpoints and evaluation: what is looked at is the update."""
-    monkeypatch.setattr(train, "write_samples", lambda *_, **__: None)
+    monkeypatch.setattr("bpo_ref.train.write_samples", lambda *_, **__: None)
     monkeypatch.setattr(TrainingSession, "report", lambda self: None)
     monkeypatch.setattr(TrainingSession, "save", lambda self, folder, **_: None)
     monkeypatch.setattr(TrainingSession, "evaluate", lambda self, name: SimpleNamespace(rate=0.0))
@@ -147,7 +146,7 @@ def outcome(options: dict[str, Any], out: Path) -> str:
             return "updated"
         before = {name: value.detach().clone() for name, value in trainer.session.network.state_dict().items()}
         trainer._reinforce()
-    except train.TrainingFailed as error:  # of rollouts that come to nothing, which no setting tells before
+    except TrainingFailed as error:  # of rollouts that come to nothing, which no setting tells before
         assert "too long" in str(error) or "masked" in str(error) or "room" in str(error), error
         return "failed"
     finally:

@@ -33,10 +33,11 @@ from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.learning.models import load_policy
 from bpo_ref.presets import PRESETS
+from bpo_ref.running.progress import learning_rate_factor
 from bpo_ref.sampling.policy import collect_demonstrations
 from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.session import TrainingSession
-from bpo_ref.train import Trainer, learning_rate_factor
+from bpo_ref.train import Trainer
 from sandboxgym.tree import Envs
 from sandboxgym.tree.files import files_of_run, load_trees, read_trees
 

@@ -82,9 +82,9 @@ def test_modules_that_decide_on_verdicts_belong_to_the_suite(tmp_path: Path, mon
 
     first = after("check.py", "")
     assert after("check.py", '\n# A comment.\n"""A text."""\n') == first
-    assert after("strength.py", "\nMORE = 1\n") == first
+    assert after("strength/faults.py", "\nMORE = 1\n") == first
     assert after("reports/html.py", "\nMORE = 1\n") == first
-    second = after("checks/fork.py", "\nMORE = 1\n")
+    second = after("checks/fork/alike.py", "\nMORE = 1\n")
     assert second != first
     assert after("checks/new.py", "\n") != second
     digest.suite_digest.cache_clear()

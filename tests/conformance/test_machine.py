@@ -16,6 +16,7 @@ from sandboxgym import SnapshotEnv, SnapshotSpec
 from sandboxgym.conformance import Budget, Subject, Verdict
 from sandboxgym.conformance.check import Failed
 from sandboxgym.conformance.checks import machine
+from sandboxgym.conformance.harness import programs
 from sandboxgym.conformance.runner import all_checks, run_check
 
 pytest.importorskip("hypothesis")
@@ -146,26 +147,26 @@ def test_a_failing_program_is_saved_and_replayed(tmp_path, monkeypatch):
     assert found.evidence["saved"] == str(path)
     saved = json.loads(path.read_text(encoding="utf-8"))
     with pytest.raises(Failed):
-        machine.replay(saved, Subject(Aliased))
-    machine.replay(saved, Subject(Walk))
+        programs.replay(saved, Subject(Aliased))
+    programs.replay(saved, Subject(Walk))
 
 
 def test_a_program_of_another_schema_is_refused():
     with pytest.raises(ValueError, match="schema"):
-        machine.replay({"schema": 99})
+        programs.replay({"schema": 99})
 
 
 @pytest.mark.parametrize(
     "value", [None, 3, "look", np.int64(4), np.array([[1.5, 2.0]], np.float32), (1, {"a": [np.uint8(2)]})]
 )
 def test_actions_survive_json(value):
-    again = machine.decode(json.loads(json.dumps(machine.encode(value))))
+    again = programs.decode(json.loads(json.dumps(programs.encode(value))))
     assert type(again) is type(value) and repr(again) == repr(value)
 
 
 def test_what_has_no_json_is_refused():
     with pytest.raises(TypeError):
-        machine.encode(object())
+        programs.encode(object())
 
 
 def entries() -> list[Path]:
@@ -187,9 +188,9 @@ def test_the_regression_corpus(path, _zoo):
     saved = json.loads(path.read_text(encoding="utf-8"))
     if saved["expect"] == "FAIL":
         with pytest.raises(Failed):
-            machine.replay(saved)
+            programs.replay(saved)
         return
-    machine.replay(copy.deepcopy(saved))
+    programs.replay(copy.deepcopy(saved))
 
 
 def test_the_corpus_is_not_empty():

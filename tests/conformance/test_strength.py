@@ -13,7 +13,9 @@ from toy_envs import Corridor, Dice, Drift
 
 from sandboxgym import SnapshotEnv
 from sandboxgym.conformance import Budget, Subject, run, runner
-from sandboxgym.conformance.strength import Strength, Trial, coarser, field_of, measure, name, paths, with_field
+from sandboxgym.conformance.strength import Strength, Trial, measure
+from sandboxgym.conformance.strength.faults import coarser
+from sandboxgym.conformance.strength.fields import field_of, name, paths, with_field
 
 CHECKS = (
     "api.protocol",
@@ -169,8 +171,8 @@ def test_the_summary_names_other_faults_that_nobody_saw() -> None:
 
 def test_what_nobody_explains_is_tried_before_what_is_explained(monkeypatch):
     """A field that no check sees takes all of them, so that it must not stand before others."""
-    from sandboxgym.conformance import strength as module
     from sandboxgym.conformance.check import Result, Verdict
+    from sandboxgym.conformance.strength import measurement as module
 
     class Explained(Attic):
         metadata = {"render_modes": [], "unobservable": {"diary": "nobody reads it"}}

@@ -19,7 +19,8 @@ from sandboxgym.conformance.sandbox_probes import process_state
 from sandboxgym.conformance.sandbox_probes.shell import MARK, NEEDS_PROCESSES, PROBES
 from sandboxgym.core import SnapshotSpec
 from sandboxgym.sandbox.checkpoint import criu
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, make_sandbox
+from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 pytestmark = [
     pytest.mark.slow,

@@ -337,7 +337,7 @@ class Sessions:
         except _TooLate as error:
             self.end(session, f"a call took {error}")
             raise Refused("SESSION_ERROR", f"the session ended: {session.why}") from None
-        except Exception as error:
+        except Exception as error:  # the environment's: the client gets it as a refusal
             raise self._failed(session, error) from error
         finally:
             session.running -= 1
@@ -464,7 +464,7 @@ def brief_text(error: BaseException | None) -> str:
     """An error's message, bounded, without characters that cannot be sent."""
     try:
         text = str(error) or type(error).__name__
-    except Exception:
+    except Exception:  # a ``__str__`` of the environment's own may raise
         text = brief(error)
     return (text if len(text) <= 500 else text[:497] + "...").encode("utf-8", "backslashreplace").decode()
 

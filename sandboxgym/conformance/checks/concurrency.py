@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.fork import variation
 from sandboxgym.conformance.checks.restore.runs import controls
 from sandboxgym.conformance.harness import process_globals
+from sandboxgym.conformance.harness.branching import variation
 from sandboxgym.conformance.harness.scenario import Scene, Walk, first_difference, outcome_difference
 from sandboxgym.conformance.subject import AnyEnv, Subject, fork, layers, restore, snapshot
 from sandboxgym.conformance.supervision import processes

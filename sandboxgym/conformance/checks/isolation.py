@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Failed, Skipped, check
-from sandboxgym.conformance.checks.fork import variation
 from sandboxgym.conformance.harness import process_globals
+from sandboxgym.conformance.harness.branching import variation
 from sandboxgym.conformance.harness.scenario import Scene, comparable, first_difference, streams
 from sandboxgym.conformance.subject import AnyEnv, Subject
 

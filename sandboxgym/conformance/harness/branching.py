@@ -16,13 +16,29 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.harness.canonical import canonical
-from sandboxgym.conformance.harness.scenario import Scene, Walk, choose, opened, record
+from sandboxgym.conformance.harness.scenario import Scene, Walk, choose, opened, record, seed_spaces
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Subject
 
 WIDTH = 3
 """Branches of one point."""
 LENGTH = 10
 """Steps of a branch."""
+
+
+def variation(subject: Subject, control: Control, point: int, rng: np.random.Generator, steps: int) -> tuple[Op, ...]:
+    """Other calls from ``point`` on, chosen step by step in an environment of its own."""
+    with opened(subject) as env:
+        seed_spaces(env, control.seed)
+        raw = None
+        for op in control.ops[:point]:
+            raw = subject.call(env, op)[1]
+        space = copy.deepcopy(env.action_space)
+        space.seed(int(rng.integers(2**31)))
+        ops: list[Op] = []
+        while raw is not None and not (raw[2] or raw[3]) and len(ops) < steps:
+            ops.append(Op("step", choose(subject, space, raw[0], raw[4], rng, bool(rng.random() < 0.7))))
+            raw = subject.call(env, ops[-1])[1]
+        return tuple(ops)
 
 
 def branches(

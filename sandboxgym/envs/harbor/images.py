@@ -32,7 +32,8 @@ from sandboxgym.envs.harbor.needs import Needs, needs_of
 from sandboxgym.envs.harbor.tasks import HarborTask, TaskError, TaskUnsupported
 from sandboxgym.errors import SnapshotError
 from sandboxgym.sandbox.base import Limits, SandboxUnavailable
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
+from sandboxgym.sandbox.sandbox import Sandbox, SnapshotMode, make_sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 from sandboxgym.system.atomic import write_atomic
 from sandboxgym.system.once import file_lock
 

@@ -25,7 +25,8 @@ from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.agent import arguments, tools
 from sandboxgym.sandbox.agent.episode import MASKED, AgentEnv, cause
 from sandboxgym.sandbox.base import Limits, Result
-from sandboxgym.sandbox.sandbox import SandboxSnapshot, SnapshotMode
+from sandboxgym.sandbox.sandbox import SnapshotMode
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 from sandboxgym.task_env import Task as Row
 
 log = logging.getLogger("sandboxgym")

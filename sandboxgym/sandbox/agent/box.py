@@ -15,8 +15,9 @@ from typing import Protocol, Self
 from sandboxgym.sandbox.base import Result, SandboxClosed, SandboxError
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.layers.written import Written, look, untouched
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode
+from sandboxgym.sandbox.sandbox import Sandbox, SnapshotMode
 from sandboxgym.sandbox.shell.state import ShellState
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 READ = 4 * 2**20
 """Default limit in bytes of `AgentBox.read_file`: the editor makes several copies of a file."""

@@ -32,7 +32,8 @@ from sandboxgym.sandbox.agent.box import AgentBox, AgentStart
 from sandboxgym.sandbox.agent.editor import Editor
 from sandboxgym.sandbox.agent.workspace import Workspace
 from sandboxgym.sandbox.base import Limits, Result, SandboxClosed, SandboxError, SandboxFull
-from sandboxgym.sandbox.sandbox import SandboxSnapshot, SnapshotMode
+from sandboxgym.sandbox.sandbox import SnapshotMode
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 from sandboxgym.spaces import Unicode
 from sandboxgym.task_env import Task, TaskEnv, TaskNotFound, TaskRows
 

@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 from sandboxgym.errors import SnapshotError, from_handler
 from sandboxgym.sandbox.agent.box import AgentBox
 from sandboxgym.sandbox.base import SandboxClosed, SandboxError
-from sandboxgym.sandbox.sandbox import SandboxSnapshot
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 log = logging.getLogger("sandboxgym")
 

@@ -33,7 +33,7 @@ class BadSnapshot(ValueError):
 
 @dataclass(frozen=True)
 class Declaration:
-    """What the snapshots cover, under the names that the protocol asks for."""
+    """Coverage of the snapshots, under the names that the protocol asks for."""
 
     kind: str = "memory"
     cost: str = "constant"

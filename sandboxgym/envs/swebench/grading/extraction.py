@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
 from sandboxgym.envs.swebench.workspaces.workspace import EXTRACTED, NO_PIPES, Box, Pristine
 from sandboxgym.sandbox.base import FileTooLarge, Result, SandboxError
-from sandboxgym.sandbox.sandbox import SandboxSnapshot
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 log = logging.getLogger("sandboxgym")
 

@@ -47,7 +47,7 @@ from sandboxgym.envs.swebench.workspaces.workspace import EVAL_SCRIPT, PATCH_FIL
 from sandboxgym.sandbox.base import Result, SandboxError
 
 if TYPE_CHECKING:
-    from sandboxgym.sandbox.sandbox import SandboxSnapshot
+    from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 log = logging.getLogger("sandboxgym")
 

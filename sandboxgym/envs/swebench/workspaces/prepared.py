@@ -36,8 +36,9 @@ from sandboxgym.sandbox.base import RootFS, SandboxError
 from sandboxgym.sandbox.layers.squash import duplicate_layer, squash
 from sandboxgym.sandbox.layers.store import FILES, Layer, OverlayTree
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot
+from sandboxgym.sandbox.sandbox import Sandbox
 from sandboxgym.sandbox.shell.state import ShellState
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 from sandboxgym.system import run_directories
 from sandboxgym.system.atomic import atomic_folder, write_atomic
 from sandboxgym.system.once import file_lock

@@ -32,7 +32,8 @@ from sandboxgym.sandbox.base import Limits, Result, RootFS, SandboxClosed, Sandb
 from sandboxgym.sandbox.files.rootfs import resolve
 from sandboxgym.sandbox.layers.written import Written, changes
 from sandboxgym.sandbox.overlay.runtime import runtime
-from sandboxgym.sandbox.sandbox import Sandbox, SandboxSnapshot, SnapshotMode, make_sandbox
+from sandboxgym.sandbox.sandbox import Sandbox, SnapshotMode, make_sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 KEPT = 64
 """Number of prepared tasks kept in a process; the least recently used one is dropped and loaded again when needed."""

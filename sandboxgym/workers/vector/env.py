@@ -1,14 +1,4 @@
-"""`SnapshotVectorEnv`: many environments stepped together, each of which can be snapshotted, restored and forked.
-
-1. The modes (in this thread, in threads, in processes) give exactly equal transitions for equal seeds.
-2. No environment resets by itself (unless ``autoreset=True``): a finished one can be restored and continues from there.
-   Gymnasium's own vector environments discard the next action then; its ``AsyncVectorEnv`` returns stale ``Text``
-   observations under its default shared memory. Here every observation is the one the environment returned.
-3. One environment that fails, hangs or dies does not stop the others: it is reported and its episode truncated.
-4. The environments of a worker that died return to their last snapshot (taken or restored here).
-
-The class is a ``gymnasium.vector.VectorEnv`` with ``AutoresetMode.DISABLED``, whose ``reset`` and ``step`` take a mask.
-"""
+"""The vector environment: its calls on many environments at once, and their recovery when a worker dies."""
 
 from __future__ import annotations
 
@@ -21,7 +11,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space, concatenate, create_empty_array, iterate
+from gymnasium.vector.utils import batch_space
 from numpy.typing import NDArray
 
 from sandboxgym.core import Snapshot, SnapshotSpec
@@ -40,6 +30,8 @@ from sandboxgym.workers.env_host import (
     env_maker,
 )
 from sandboxgym.workers.infos import Infos, batch_infos
+from sandboxgym.workers.vector.batched import actions_of, batched, chosen_by, per_env, placeholder
+from sandboxgym.workers.vector.exchange import exchange
 from sandboxgym.workers.worker import InlineWorker, Mode, Worker, close_workers, make_worker
 
 Bools = NDArray[np.bool_]
@@ -185,9 +177,9 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             mask = options.pop("reset_mask")
         super().reset(seed=seed if isinstance(seed, int) else None)
         seeds = [seed + i for i in range(self.num_envs)] if isinstance(seed, (int, np.integer)) else seed
-        each = self._per_env(options, "options", single=(Mapping,))
-        chosen = self._chosen(mask)
-        infos = self._reset(chosen, self._per_env(seeds, "seed"), each)
+        each = per_env(options, "options", self.num_envs, single=(Mapping,))
+        chosen = chosen_by(mask, self.num_envs)
+        infos = self._reset(chosen, per_env(seeds, "seed", self.num_envs), each)
         return self._observe(), self._batched(infos)
 
     def step(self, actions: Any, mask: Any = None) -> tuple[Any, Floats, Bools, Bools, Infos]:
@@ -201,8 +193,8 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             EpisodeOver: one of them is not `active`; none was stepped.
         """
         if mask is None and self._all_here():
-            return self._step_here(self._actions(actions))
-        chosen = self._chosen(mask)
+            return self._step_here(actions_of(actions, self.single_action_space, self.action_space, self.num_envs))
+        chosen = chosen_by(mask, self.num_envs)
         active = self._active.tolist()
         over = [index for index in chosen if not active[index]]
         if over:
@@ -210,7 +202,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
                 f"environments {over} are idle (finished, failed or never reset): reset or restore them, or step the "
                 "others by mask=vec.active"
             )
-        each = self._actions(actions)
+        each = actions_of(actions, self.single_action_space, self.action_space, self.num_envs)
         outcomes, infos = self._perform({index: Call(index, "step", (each[index],)) for index in chosen}, self._timeout)
         for index, outcome in outcomes.items():
             if outcome.error is None:
@@ -411,7 +403,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         for worker in self._workers:
             worker.start()
         calls = {index: Call(index, "make", (make,)) for index, make in enumerate(self._makes)}
-        outcomes, lost = self._exchange(calls, self._create_timeout if self.mode != "sync" else None)
+        outcomes, lost = exchange(calls, self._of, self._create_timeout if self.mode != "sync" else None)
         for error in lost.values():
             raise error
         self._generations = [worker.generation for worker in self._of]
@@ -437,7 +429,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         self.metadata = {**first.metadata, "autoreset_mode": mode}
         self.render_mode = first.render_mode
         self._snapshot_spec = first.snapshot_spec
-        self._observations: list[Any] = [_placeholder(self.single_observation_space) for _ in range(n)]
+        self._observations: list[Any] = [placeholder(self.single_observation_space) for _ in range(n)]
         self._infos: list[dict[str, Any]] = [{} for _ in range(n)]
         self._rewards = np.zeros(n)
         self._terminations = np.zeros(n, np.bool_)
@@ -529,7 +521,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         self._check_open()
         failures = self._revive(list(calls))
         calls = {index: call for index, call in calls.items() if index not in failures}
-        outcomes, lost = self._exchange(calls, timeout)
+        outcomes, lost = exchange(calls, self._of, timeout)
         outcomes.update({index: Outcome(None, failure) for index, failure in failures.items()})
         infos: dict[int, Infos] = {}
         for index, error in lost.items():
@@ -553,42 +545,6 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
                 raise self.errors[index]
         return {index: outcomes[index].get() for index in calls}
 
-    def _exchange(
-        self, calls: Mapping[int, Call], timeout: float | None
-    ) -> tuple[dict[int, Outcome], dict[int, EnvFailure]]:
-        """Outcomes, and for every worker that died or timed out the environment that it was executing."""
-        outcomes: dict[int, Outcome] = {}
-        lost: dict[int, EnvFailure] = {}
-        shares = self._by_worker(calls)
-        if all(isinstance(worker, InlineWorker) for worker, _ in shares):
-            for worker, indices in shares:
-                assert isinstance(worker, InlineWorker)
-                outcomes.update(worker.execute({index: calls[index] for index in indices}))
-            return outcomes, lost
-        try:
-            for worker, indices in shares:
-                worker.post([calls[index] for index in indices])
-            for worker, indices in shares:
-                for index in indices:
-                    try:
-                        outcomes[index] = worker.take(timeout)
-                    except EnvFailure as failure:
-                        lost[index] = failure
-                        break
-        finally:
-            for worker, _ in shares:
-                worker.settle()
-        return outcomes, lost
-
-    def _by_worker(self, calls: Mapping[int, Call]) -> list[tuple[Worker, list[int]]]:
-        if len(self._workers) == 1:
-            return [(self._workers[0], sorted(calls))] if calls else []
-        shares: dict[int, tuple[Worker, list[int]]] = {}
-        for index in sorted(calls):
-            worker = self._of[index]
-            shares.setdefault(id(worker), (worker, []))[1].append(index)
-        return list(shares.values())
-
     def _revive(self, indices: Sequence[int]) -> dict[int, BaseException]:
         """Remake environments whose worker was replaced; exceptions of those that cannot be made."""
         failures: dict[int, BaseException] = {}
@@ -599,7 +555,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             try:
                 worker.call(index, "make", self._makes[index], timeout=self._create_timeout)
                 self._generations[index] = worker.generation
-            except Exception as error:
+            except Exception as error:  # whatever its constructor raises is reported as its failure
                 failures[index] = error
         return failures
 
@@ -625,7 +581,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
                 if index in failed:
                     raise failed[index]
                 started = worker.restore(index, durable.snap, durable.seed, timeout=self._reset_timeout)
-            except Exception as cause:
+            except Exception as cause:  # the death of the worker is what is reported
                 own.add_note(f"it could not be taken back to its last snapshot: {cause!r}")
                 continue
             observation, info = started
@@ -659,43 +615,12 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         return batch_infos(infos, self.num_envs)
 
     def _observe(self) -> Any:
-        if self._of_text and all([type(observation) is str for observation in self._observations]):
-            return tuple(self._observations)
-        out: Any = create_empty_array(self.single_observation_space, n=self.num_envs, fn=np.zeros)
-        return copy.deepcopy(concatenate(self.single_observation_space, self._observations, out))
-
-    def _actions(self, actions: Any) -> list[Any]:
-        if isinstance(self.single_action_space, (spaces.Tuple, spaces.Dict)):
-            each = list(iterate(self.action_space, actions))
-        elif isinstance(actions, (str, bytes)) or not hasattr(actions, "__len__"):
-            raise TypeError(f"expected {self.num_envs} actions, found {actions!r:.100}")
-        else:
-            each = list(actions)
-        if len(each) != self.num_envs:
-            raise ValueError(f"expected {self.num_envs} actions, found {len(each)}")
-        return each
-
-    def _chosen(self, mask: Any) -> list[int]:
-        if mask is None:
-            return list(range(self.num_envs))
-        mask = np.asarray(mask)
-        if mask.shape != (self.num_envs,) or mask.dtype != np.bool_:
-            raise ValueError(f"expected a mask of {self.num_envs} bools, found {mask.dtype} of shape {mask.shape}")
-        return [int(index) for index in np.flatnonzero(mask)]
+        return batched(self._observations, self.single_observation_space, text=self._of_text)
 
     def _index(self, index: int) -> int:
         if not isinstance(index, (int, np.integer)) or not 0 <= index < self.num_envs:
             raise IndexError(f"expected an environment from 0 to {self.num_envs - 1}, found {index!r}")
         return int(index)
-
-    def _per_env(self, values: Any, name: str, single: tuple[type, ...] = ()) -> list[Any] | None:
-        if values is None:
-            return None
-        if isinstance(values, single):
-            return [values] * self.num_envs
-        if len(values) != self.num_envs:
-            raise ValueError(f"expected {name} for {self.num_envs} environments, found {len(values)}")
-        return list(values)
 
     def _check_known(self, indices: Sequence[int]) -> None:
         for index in indices:
@@ -716,16 +641,3 @@ _OPTIONS = (
     "autoreset",
     "on_error",
 )
-
-
-def _placeholder(space: gym.Space[Any]) -> Any:
-    """Observation in place of an environment that was never reset: zeros, or the empty text."""
-    if isinstance(space, spaces.Text) or (not space.is_np_flattenable and space.contains("")):
-        return ""
-    empty = create_empty_array(space, n=1, fn=np.zeros)
-    if empty is None:
-        return None
-    try:
-        return next(iter(iterate(batch_space(space, 1), empty)))
-    except (TypeError, ValueError, StopIteration):
-        return None
