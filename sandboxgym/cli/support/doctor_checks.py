@@ -139,7 +139,7 @@ def overlay() -> Finding:
     enables = "the namespace backend: a snapshot of a file system in milliseconds"
     rootless = _try_overlay("--user", "--map-root-user", options=",userxattr")
     as_root = _try_overlay() if os.geteuid() == 0 else None
-    fix = "a kernel from 5.11 on with user namespaces, or root; inside a container: --privileged and a volume on disk"
+    fix = "a kernel from 6.8 on with user namespaces, or root; inside a container: --privileged and a volume on disk"
     if as_root is None and rootless is None:
         return Finding("overlay", "missing", "no `unshare` command", enables, "apt-get install util-linux")
     ways = [
