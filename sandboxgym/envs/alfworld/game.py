@@ -38,8 +38,8 @@ from sandboxgym.envs.alfworld.grammar import (
     compile_text,
     read_grammar,
 )
-from sandboxgym.envs.alfworld.grounding import Operator, Task, ground
-from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
+from sandboxgym.envs.alfworld.grounding import Grounding, Operator, Task, ground
+from sandboxgym.envs.alfworld.grounding_cache import Entry, GroundingCache, StoredBucket, StoredOperators
 from sandboxgym.envs.alfworld.pddl import Domain, PddlError, read_domain, read_problem
 
 NOTHING_HAPPENS = "Nothing happens."
@@ -129,12 +129,10 @@ class Game:
             self._grammar = read_grammar(grammar)
             _check_grammar(self._grammar, self._domain)
             part = "pddl_problem"
-            grounding = cache.get(self.digest, self._domain) if cache is not None else None
-            if grounding is None:
-                grounding = ground(self._domain, read_problem(problem, self._domain))
-                if cache is not None:
-                    cache.put(self.digest, grounding)
-            self._planner = Task(self._domain, grounding)
+            found = cache.get(self.digest, self._domain) if cache is not None else None
+            grounding = found.grounding if found else ground(self._domain, read_problem(problem, self._domain))
+            self._stored = found.operators if found else None
+            self._planner = Task(self._domain, grounding, known=self._stored_operators)
         except (PddlError, GrammarError) as error:
             raise GameError(f"{name}: {part}, {error}") from None
         names = _names(grounding.mentioned)
@@ -148,6 +146,9 @@ class Game:
         self._choices_of: dict[int, _Choices] = {}
         self._progress_of: dict[int, Progress] = {}
         self._goal = _Goal(self._planner)
+        if cache is not None and found is None:
+            self._stored = self._all_operators(grounding)
+            cache.put(self.digest, Entry(grounding, self._stored))
 
     @classmethod
     def from_json(
@@ -314,6 +315,7 @@ class Game:
             _BYTES_PER_FACT * len(self._planner.facts)
             + _BYTES_PER_OPERATOR * len(self._command_of)
             + _BYTES_PER_STATE * len(self._choices_of)
+            + (self._stored.nbytes if self._stored is not None else 0)
         )
 
     def _choices(self, state: GameState) -> _Choices:
@@ -331,10 +333,29 @@ class Game:
         key = operator.action, operator.args
         command = self._command_of.get(key)
         if command is None:
-            template = self._grammar.actions[operator.action].template
-            command = self._write(template, self._planner.initial, self._binding(operator))
-            self._command_of[key] = command
+            self._command_of[key] = command = self._command(operator)
         return command
+
+    def _command(self, operator: Operator) -> str:
+        template = self._grammar.actions[operator.action].template
+        return self._write(template, self._planner.initial, self._binding(operator))
+
+    def _all_operators(self, grounding: Grounding) -> StoredOperators | None:
+        """Every operator with its command, encoded: they take twice the time of compiling, once per machine."""
+        planner = self._planner
+        try:
+            return StoredOperators.of(
+                grounding,
+                {
+                    bucket: [(operator, self._command(operator)) for operator in planner.instantiate(bucket)]
+                    for bucket in planner.buckets()
+                },
+            )
+        except GameError:  # a command that cannot be written matters to those alone who get there
+            return None
+
+    def _stored_operators(self, bucket: int) -> StoredBucket | None:
+        return None if self._stored is None else self._stored.read(bucket, self._command_of)
 
     def _binding(self, operator: Operator) -> Binding:
         binding: dict[str, str] = {}

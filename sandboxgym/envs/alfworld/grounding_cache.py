@@ -1,11 +1,12 @@
-"""Cache of grounded games on disk, so that a game compiles faster the second time.
+"""Cache of grounded games and their operators on disk, so that a game is compiled and played faster the second time.
 
 What this module promises:
 
-1. An entry's key is the digest of the game and of the code that grounds games, so that neither a changed game nor a
-   new version of this package ever reads a stale one.
+1. An entry's key is the digest of the game and of the code that grounds games and writes commands, so that neither a
+   changed game nor a new version of this package ever reads a stale one.
 2. An entry is plain data with a checksum; reading one never executes code. An entry that is damaged, or
-   does not fit the domain, counts as missing.
+   does not fit the domain, counts as missing. Operators are decoded when they first apply; those that do not fit
+   the game are instantiated instead.
 3. Writing is atomic, and a failure (a full or read-only disk) is no error. The directory is kept below a size: the
    least recently used entries are removed first.
 """
@@ -20,27 +21,137 @@ import os
 import pkgutil
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
 from sandboxgym.data import cache_dir
-from sandboxgym.envs.alfworld.grounding import Grounding
-from sandboxgym.envs.alfworld.pddl import Atom, Domain
+from sandboxgym.envs.alfworld.grounding import Conditional, Grounding, Operator
+from sandboxgym.envs.alfworld.pddl import Atom, Domain, Row
 from sandboxgym.system.atomic import is_temporary, write_atomic
 
 logger = logging.getLogger("sandboxgym")
 
-MAX_BYTES = 64 * 2**20
+MAX_BYTES = 256 * 2**20
 """Size limit of the directory: room for twice the official games."""
 _MAX_ENTRY = 4 * 2**20
 _MAGIC = b"SBXALF\x00\x01"
 _SUFFIX = ".grounding"
 _WRITES_BETWEEN_SWEEPS = 64
 _STALE_SECONDS = 3600.0
-_CODE = ("pddl.py", "relations.py", "grounding.py", "grounding_cache.py")
+_CODE = ("pddl.py", "relations.py", "grounding.py", "grounding_cache.py", "grammar.py", "game.py")
+_unpack_bits = functools.partial(int.from_bytes, byteorder="little")
+
+
+class StoredBucket:
+    """Operators filed under one fact, each decoded when it first applies: where the agent is, few of many do.
+
+    Args:
+        masks: sets of facts, encoded.
+        conditions: for each operator, the numbers of the masks of facts that must be true and false.
+        rows: the rest of each operator, encoded.
+        names: objects of the game.
+        commands: to which the command of each operator is added when it is decoded.
+    """
+
+    __slots__ = ("_commands", "_conditions", "_made", "_masks", "_names", "_rows")
+
+    def __init__(
+        self,
+        masks: Sequence[bytes],
+        conditions: Sequence[Sequence[int]],
+        rows: Sequence[bytes],
+        names: Mapping[int, str],
+        commands: dict[tuple[str, Row], str],
+    ) -> None:
+        self._masks = dict(enumerate(map(_unpack_bits, masks)))  # no list: there negative numbers mean something
+        pos, neg = ([*map(self._masks.__getitem__, column)] for column in conditions)
+        self._conditions = [*zip(range(len(rows)), pos, neg, strict=True)]
+        self._rows = rows
+        self._names = names
+        self._commands = commands
+        self._made: dict[int, Operator] = {}
+
+    def applicable(self, state: int) -> list[Operator] | None:
+        """See `Bucket.applicable`; None if an operator does not fit the game."""
+        return self._all([at for at, pos, neg in self._conditions if state & pos == pos and not state & neg])
+
+    def all(self) -> Sequence[Operator] | None:
+        """See `Bucket.all`; None if an operator does not fit the game."""
+        return self._all(range(len(self._rows)))
+
+    def _all(self, wanted: Iterable[int]) -> list[Operator] | None:
+        made = self._made
+        try:
+            return [made.get(at) or self._make(at) for at in wanted]
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            logger.warning("ignored damaged operators of the game cache: %s", error)
+            return None
+
+    def _make(self, at: int) -> Operator:
+        action, numbers, changes, conditional, command = msgpack.unpackb(self._rows[at])
+        add, delete, listed_add, listed_delete = [self._masks[each] for each in changes]
+        if not isinstance(action, str) or not isinstance(command, str):
+            raise ValueError("expected an action and its command")
+        _, pos, neg = self._conditions[at]
+        args = tuple([self._names[number] for number in numbers])
+        effects = tuple([Conditional(*[self._masks[each] for each in effect]) for effect in conditional])
+        operator = Operator(action, args, pos, neg, add, delete, effects, listed_add, listed_delete)
+        self._commands[action, args] = command
+        self._made[at] = operator
+        return operator
+
+
+class StoredOperators:
+    """Operators of a game with their commands, encoded apart for each fact that they are filed under.
+
+    Args:
+        packed: by the fact's number plus 1; 0 for those filed under none.
+        names: objects of the game, sorted.
+        width: number of facts that can change.
+    """
+
+    def __init__(self, packed: Mapping[int, bytes], names: Sequence[str], width: int) -> None:
+        self.packed = packed
+        self._names = dict(enumerate(names))
+        self._bytes = (width + 7) // 8
+        self.nbytes = sum(map(len, packed.values()))
+
+    @classmethod
+    def of(cls, grounding: Grounding, filed: Mapping[int, Sequence[tuple[Operator, str]]]) -> StoredOperators:
+        """Encode operators with their commands, given by the bit of the fact that they are filed under."""
+        names = sorted(grounding.objects)
+        number = {name: at for at, name in enumerate(names)}
+        packed = {bucket.bit_length(): _pack_operators(found, number) for bucket, found in filed.items()}
+        return cls(packed, names, len(grounding.facts))
+
+    def read(self, bucket: int, commands: dict[tuple[str, Row], str]) -> StoredBucket | None:
+        """Decode the operators filed under the fact with bit ``bucket``; None if they are not here or do not fit.
+
+        Args:
+            bucket: the bit; 0 for those filed under none.
+            commands: see `StoredBucket`.
+        """
+        packed = self.packed.get(bucket.bit_length())
+        if packed is None:
+            return None
+        try:
+            masks, conditions, rows = msgpack.unpackb(packed)
+            if max(map(len, masks), default=0) > self._bytes:
+                raise ValueError("expected masks of the facts")
+            return StoredBucket(masks, conditions, rows, self._names, commands)
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("ignored damaged operators of the game cache: %s", error)
+            return None
+
+
+class Entry(NamedTuple):
+    """Content of an entry; its operators are None where a command cannot be written."""
+
+    grounding: Grounding
+    operators: StoredOperators | None
 
 
 class GroundingCache:
@@ -55,7 +166,7 @@ class GroundingCache:
         self.directory = Path(directory) if directory is not None else cache_dir() / "alfworld"
         self._max_bytes = max_bytes
 
-    def get(self, digest: str, domain: Domain) -> Grounding | None:
+    def get(self, digest: str, domain: Domain) -> Entry | None:
         """Read the entry of the game with this digest; None if there is no usable one."""
         path = self._path(digest)
         try:
@@ -64,20 +175,20 @@ class GroundingCache:
         except OSError:
             return None
         try:
-            grounding = _decode(content, domain)
+            entry = _decode(content, domain)
         except (ValueError, KeyError, IndexError, TypeError, OverflowError, zlib.error) as error:
             logger.warning("ignored a damaged entry of the game cache, %s: %s", path, error)
             return None
         with contextlib.suppress(OSError):  # mark it as used; in a read-only directory nothing is swept either
             os.utime(path)
-        return grounding
+        return entry
 
-    def put(self, digest: str, grounding: Grounding) -> None:
-        """Write ``grounding``, if the disk allows it."""
+    def put(self, digest: str, entry: Entry) -> None:
+        """Write an entry, if the disk allows it."""
         path = self._path(digest)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, _encode(grounding), durable=False)  # its checksum is compared when it is read
+            write_atomic(path, _encode(entry), durable=False)  # its checksum is compared when it is read
         except OSError as error:
             logger.debug("the game cache cannot be written: %s", error)
             return
@@ -120,7 +231,8 @@ def _code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _encode(grounding: Grounding) -> bytes:
+def _encode(entry: Entry) -> bytes:
+    grounding, operators = entry
     names = sorted(grounding.objects)
     kinds = sorted(set(grounding.objects.values()))
     number = {name: at for at, name in enumerate(names)}
@@ -134,12 +246,13 @@ def _encode(grounding: Grounding) -> bytes:
         _pack_bits(grounding.initial),
         [[_pack_bits(pos), _pack_bits(neg)] for pos, neg in grounding.goal],
         grounding.crowds,
+        None if operators is None else operators.packed,
     ]
     packed = zlib.compress(msgpack.packb(content), 1)
     return _MAGIC + hashlib.sha256(packed).digest() + packed
 
 
-def _decode(content: bytes, domain: Domain) -> Grounding:
+def _decode(content: bytes, domain: Domain) -> Entry:
     packed = content[len(_MAGIC) + 32 :]
     if content[: len(_MAGIC) + 32] != _MAGIC + hashlib.sha256(packed).digest():
         raise ValueError("expected an intact entry, found other bytes")
@@ -147,7 +260,9 @@ def _decode(content: bytes, domain: Domain) -> Grounding:
     plain = inflate.decompress(packed, _MAX_ENTRY)
     if not inflate.eof:
         raise ValueError(f"expected at most {_MAX_ENTRY} bytes of content")
-    names, kinds, kind_of, mentioned, facts, constants, initial, goal, crowds = msgpack.unpackb(plain)
+    names, kinds, kind_of, mentioned, facts, constants, initial, goal, crowds, operators = msgpack.unpackb(
+        plain, strict_map_key=False
+    )
     if not all(isinstance(name, str) for name in (*names, *kinds)) or len(names) != len(kind_of):
         raise ValueError("expected objects with their types")
     if not crowds.keys() == set(domain.fluents) or not all(isinstance(crowd, int) for crowd in crowds.values()):
@@ -160,14 +275,37 @@ def _decode(content: bytes, domain: Domain) -> Grounding:
         mentioned=tuple([names[_natural(number)] for number in mentioned]),
         facts=tuple(_unpack_atoms(facts, names, domain)),
         constants=tuple(_unpack_atoms(constants, names, domain)),
-        initial=int.from_bytes(initial, "little"),
-        goal=tuple((int.from_bytes(pos, "little"), int.from_bytes(neg, "little")) for pos, neg in goal),
+        initial=_unpack_bits(initial),
+        goal=tuple((_unpack_bits(pos), _unpack_bits(neg)) for pos, neg in goal),
         crowds=crowds,
     )
     masks = [grounding.initial, *(mask for pair in grounding.goal for mask in pair)]
     if not goal or len(grounding.objects) != width or max(masks) >> len(grounding.facts):
         raise ValueError("expected masks of the facts, and different names")
-    return grounding
+    if operators is None:
+        return Entry(grounding, None)
+    if not all(isinstance(packed, bytes) for packed in operators.values()):
+        raise ValueError("expected operators")
+    return Entry(grounding, StoredOperators(operators, names, len(grounding.facts)))
+
+
+def _pack_operators(found: Iterable[tuple[Operator, str]], number: Mapping[str, int]) -> bytes:
+    """Encode operators and commands for a `StoredBucket`."""
+    masks: dict[int, int] = {}
+
+    def mask(*all_bits: int) -> list[int]:
+        return [masks.setdefault(bits, len(masks)) for bits in all_bits]
+
+    conditions: tuple[list[int], list[int]] = [], []
+    rows = []
+    for operator, command in found:
+        for column, at in zip(conditions, mask(operator.pos, operator.neg), strict=True):
+            column.append(at)
+        changes = mask(operator.add, operator.delete, operator.listed_add, operator.listed_delete)
+        args = [number[arg] for arg in operator.args]
+        effects = [mask(*effect) for effect in operator.conditional]
+        rows.append(msgpack.packb([operator.action, args, changes, effects, command]))
+    return bytes(msgpack.packb([list(map(_pack_bits, masks)), conditions, rows]))
 
 
 def _natural(number: Any) -> int:
@@ -195,12 +333,12 @@ def _pack_atoms(atoms: Iterable[Atom], number: dict[str, int]) -> Iterator[list[
 
 
 def _unpack_atoms(runs: Iterable[Any], names: Sequence[str], domain: Domain) -> Iterator[Atom]:
-    for predicate, count, numbers in runs:
+    for predicate, count, given in runs:
         arity = domain.arities[predicate]
-        if count * arity != len(numbers) or (numbers and min(numbers) < 0):
+        if count * arity != len(given) or (given and min(given) < 0):
             raise ValueError(f"expected {count} facts of {predicate}")
         if not arity:
             yield from [Atom(predicate, ())] * count
             continue
-        args = [names[number] for number in numbers]
+        args = [names[number] for number in given]
         yield from map(functools.partial(Atom, predicate), zip(*[iter(args)] * arity))
