@@ -94,7 +94,8 @@ class _Choices:
     """Admissible commands of a state, in order, with the operator of each."""
 
     commands: tuple[str, ...]
-    operators: dict[str, Operator]
+    operators: dict[str, tuple[int, int]]
+    """Arguments of `Task.operator`."""
 
 
 class Game:
@@ -235,7 +236,7 @@ class Game:
         The command must be exactly one of :meth:`admissible`, except for white space around it; any other leaves
         the state as it is.
         """
-        operator = self._choices(state).operators.get(command.strip())
+        operator = self._chosen(state, command)
         if operator is None:
             return state, NOTHING_HAPPENS, False
         following = self._applied(operator, state)
@@ -244,7 +245,7 @@ class Game:
 
     def following(self, state: GameState, command: str) -> tuple[GameState, bool]:
         """Play a command without writing the answer, which takes most of the time of `step`."""
-        operator = self._choices(state).operators.get(command.strip())
+        operator = self._chosen(state, command)
         return (state, False) if operator is None else (self._applied(operator, state), True)
 
     def _applied(self, operator: Operator, state: GameState) -> GameState:
@@ -321,12 +322,17 @@ class Game:
     def _choices(self, state: GameState) -> _Choices:
         choices = self._choices_of.get(state.s)
         if choices is None:
-            operators: dict[str, Operator] = {}
-            for operator in self._planner.operators(state.s):
-                operators.setdefault(self.command(operator), operator)
+            operators: dict[str, tuple[int, int]] = {}
+            for bucket, at, command in self._planner.applicable(state.s):
+                operators.setdefault(command or self.command(self._planner.operator(bucket, at)), (bucket, at))
             choices = _Choices(tuple(sorted(operators)), operators)
             _remember(self._choices_of, state.s, choices)
         return choices
+
+    def _chosen(self, state: GameState, command: str) -> Operator | None:
+        """Operator for which a command stands in a state."""
+        found = self._choices(state).operators.get(command.strip())
+        return None if found is None else self._planner.operator(*found)
 
     def command(self, operator: Operator) -> str:
         """Command that stands for ``operator``."""
@@ -355,7 +361,7 @@ class Game:
             return None
 
     def _stored_operators(self, bucket: int) -> StoredBucket | None:
-        return None if self._stored is None else self._stored.read(bucket, self._command_of)
+        return None if self._stored is None else self._stored.read(bucket)
 
     def _binding(self, operator: Operator) -> Binding:
         binding: dict[str, str] = {}

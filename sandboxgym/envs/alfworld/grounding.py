@@ -328,28 +328,38 @@ def _alternatives(goal: Iterable[Conjunction], facts: Facts) -> Iterator[tuple[i
 
 
 class Bucket(Protocol):
-    """Operators filed under one fact, always in the same order; None for those that turn out to be unusable."""
+    """Operators filed under one fact, always in the same order."""
 
-    def applicable(self, state: int) -> Sequence[Operator] | None:
-        """List those that apply in ``state``."""
+    commands: Sequence[str | None]
+    """Command of each, where it is known."""
 
-    def all(self) -> Sequence[Operator] | None:
-        """List all."""
+    def __len__(self) -> int: ...
+
+    def applicable(self, state: int) -> list[int]:
+        """List the places of those that apply in ``state``."""
+
+    def operator(self, at: int) -> Operator | None:
+        """Operator at a place; None if it turns out to be unusable."""
 
 
 class Instances:
     """A `Bucket` of operators in memory."""
 
-    def __init__(self, operators: tuple[Operator, ...]) -> None:
-        self._operators = operators
+    def __init__(self, operators: Iterable[Operator]) -> None:
+        self._operators = tuple(operators)
+        self.commands = (None,) * len(self._operators)
 
-    def applicable(self, state: int) -> Sequence[Operator]:
-        """List those that apply in ``state``."""
-        return [each for each in self._operators if state & each.pos == each.pos and not state & each.neg]
+    def __len__(self) -> int:
+        return len(self._operators)
 
-    def all(self) -> Sequence[Operator]:
-        """List all."""
-        return self._operators
+    def applicable(self, state: int) -> list[int]:
+        """See `Bucket.applicable`."""
+        found = enumerate(self._operators)
+        return [at for at, each in found if state & each.pos == each.pos and not state & each.neg]
+
+    def operator(self, at: int) -> Operator:
+        """See `Bucket.operator`."""
+        return self._operators[at]
 
 
 class Task:
@@ -388,21 +398,34 @@ class Task:
 
     def operators(self, state: int) -> Iterator[Operator]:
         """List the operators that apply in ``state``, always in the same order."""
+        return (self.operator(bucket, at) for bucket, at, _ in self.applicable(state))
+
+    def applicable(self, state: int) -> Iterator[tuple[int, int, str | None]]:
+        """List the operators that apply in ``state`` as arguments of `operator`, each with its command if known."""
         buckets = state & self._pivot_bits
         bucket = 0
         while True:
-            found = self._bucket(bucket).applicable(state)
-            yield from self._anew(bucket).applicable(state) if found is None else found
+            filed = self._bucket(bucket)
+            for at in filed.applicable(state):
+                yield bucket, at, filed.commands[at]
             if not buckets:
                 return
             bucket = buckets & -buckets
             buckets ^= bucket
 
+    def operator(self, bucket: int, at: int) -> Operator:
+        """Operator at a place among those that are filed under the fact with bit ``bucket``."""
+        found = self._bucket(bucket).operator(at)
+        if found is None:
+            filed = self._operators[bucket] = Instances(self.instantiate(bucket))
+            return filed.operator(at)
+        return found
+
     def all_operators(self) -> Iterator[Operator]:
         """List every operator that applies in some state."""
         for bucket in self.buckets():
-            found = self._bucket(bucket).all()
-            yield from self._anew(bucket).all() if found is None else found
+            for at in range(len(self._bucket(bucket))):
+                yield self.operator(bucket, at)
 
     def buckets(self) -> Iterator[int]:
         """List the bits of the facts that operators are filed under, ascending, after 0 for those under none."""
@@ -412,21 +435,11 @@ class Task:
             yield bits & -bits
             bits &= bits - 1
 
-    def instantiate(self, bucket: int) -> tuple[Operator, ...]:
-        """Instantiate the operators filed under the fact with bit ``bucket``, without keeping them."""
-        return tuple(self._instantiate(bucket))
-
     def _bucket(self, bucket: int) -> Bucket:
         filed = self._operators.get(bucket)
         if filed is None:
-            filed = self._known(bucket)
-            if filed is None:
-                return self._anew(bucket)
-            self._operators[bucket] = filed
-        return filed
-
-    def _anew(self, bucket: int) -> Instances:
-        filed = self._operators[bucket] = Instances(self.instantiate(bucket))
+            known = self._known(bucket)
+            filed = self._operators[bucket] = Instances(self.instantiate(bucket)) if known is None else known
         return filed
 
     def _pivot(self, schema: Schema, crowds: Mapping[str, int]) -> Atom | None:
@@ -438,8 +451,8 @@ class Task:
 
         return min(atoms, key=crowd, default=None)
 
-    def _instantiate(self, bucket: int) -> Iterator[Operator]:
-        """List the operators filed under the fact with bit ``bucket``; 0 means under none, or under one always true."""
+    def instantiate(self, bucket: int) -> Iterator[Operator]:
+        """Instantiate the operators filed under the fact with this bit; 0: under none, or under one always true."""
         if bucket:
             predicate, args = self.facts[bucket.bit_length() - 1]
             seeds = self.database.part({predicate: [args]})

@@ -5,7 +5,7 @@ What this module promises:
 1. An entry's key is the digest of the game and of the code that grounds games and writes commands, so that neither a
    changed game nor a new version of this package ever reads a stale one.
 2. An entry is plain data with a checksum; reading one never executes code. An entry that is damaged, or
-   does not fit the domain, counts as missing. Operators are decoded when they first apply; those that do not fit
+   does not fit the domain, counts as missing. Operators are decoded when they are played; those that do not fit
    the game are instantiated instead.
 3. Writing is atomic, and a failure (a full or read-only disk) is no error. The directory is kept below a size: the
    least recently used entries are removed first.
@@ -29,7 +29,7 @@ import msgpack
 
 from sandboxgym.data import cache_dir
 from sandboxgym.envs.alfworld.grounding import Conditional, Grounding, Operator
-from sandboxgym.envs.alfworld.pddl import Atom, Domain, Row
+from sandboxgym.envs.alfworld.pddl import Atom, Domain
 from sandboxgym.system.atomic import is_temporary, write_atomic
 
 logger = logging.getLogger("sandboxgym")
@@ -46,62 +46,58 @@ _unpack_bits = functools.partial(int.from_bytes, byteorder="little")
 
 
 class StoredBucket:
-    """Operators filed under one fact, each decoded when it first applies: where the agent is, few of many do.
+    """`Bucket` of operators with their commands; of the many that are filed, only those that are played are decoded.
 
     Args:
         masks: sets of facts, encoded.
         conditions: for each operator, the numbers of the masks of facts that must be true and false.
         rows: the rest of each operator, encoded.
+        commands: of each operator.
         names: objects of the game.
-        commands: to which the command of each operator is added when it is decoded.
     """
 
-    __slots__ = ("_commands", "_conditions", "_made", "_masks", "_names", "_rows")
+    __slots__ = ("_conditions", "_made", "_masks", "_names", "_rows", "commands")
 
     def __init__(
         self,
         masks: Sequence[bytes],
         conditions: Sequence[Sequence[int]],
         rows: Sequence[bytes],
+        commands: Sequence[str],
         names: Mapping[int, str],
-        commands: dict[tuple[str, Row], str],
     ) -> None:
         self._masks = dict(enumerate(map(_unpack_bits, masks)))  # no list: there negative numbers mean something
-        pos, neg = ([*map(self._masks.__getitem__, column)] for column in conditions)
+        pos, neg = (map(self._masks.__getitem__, column) for column in conditions)
         self._conditions = [*zip(range(len(rows)), pos, neg, strict=True)]
         self._rows = rows
+        self.commands = commands
         self._names = names
-        self._commands = commands
         self._made: dict[int, Operator] = {}
 
-    def applicable(self, state: int) -> list[Operator] | None:
-        """See `Bucket.applicable`; None if an operator does not fit the game."""
-        return self._all([at for at, pos, neg in self._conditions if state & pos == pos and not state & neg])
+    def __len__(self) -> int:
+        return len(self._rows)
 
-    def all(self) -> Sequence[Operator] | None:
-        """See `Bucket.all`; None if an operator does not fit the game."""
-        return self._all(range(len(self._rows)))
+    def applicable(self, state: int) -> list[int]:
+        """See `Bucket.applicable`."""
+        return [at for at, pos, neg in self._conditions if state & pos == pos and not state & neg]
 
-    def _all(self, wanted: Iterable[int]) -> list[Operator] | None:
-        made = self._made
+    def operator(self, at: int) -> Operator | None:
+        """See `Bucket.operator`."""
+        if at in self._made:
+            return self._made[at]
         try:
-            return [made.get(at) or self._make(at) for at in wanted]
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
-            logger.warning("ignored damaged operators of the game cache: %s", error)
+            action, numbers, changes, conditional = msgpack.unpackb(self._rows[at])
+            add, delete, listed_add, listed_delete = [self._masks[each] for each in changes]
+            args = tuple([self._names[number] for number in numbers])
+            effects = tuple([Conditional(*[self._masks[each] for each in effect]) for effect in conditional])
+            if not isinstance(action, str):
+                raise ValueError("expected the name of an action")
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("ignored a damaged operator of the game cache: %s", error)
             return None
-
-    def _make(self, at: int) -> Operator:
-        action, numbers, changes, conditional, command = msgpack.unpackb(self._rows[at])
-        add, delete, listed_add, listed_delete = [self._masks[each] for each in changes]
-        if not isinstance(action, str) or not isinstance(command, str):
-            raise ValueError("expected an action and its command")
         _, pos, neg = self._conditions[at]
-        args = tuple([self._names[number] for number in numbers])
-        effects = tuple([Conditional(*[self._masks[each] for each in effect]) for effect in conditional])
-        operator = Operator(action, args, pos, neg, add, delete, effects, listed_add, listed_delete)
-        self._commands[action, args] = command
-        self._made[at] = operator
-        return operator
+        made = self._made[at] = Operator(action, args, pos, neg, add, delete, effects, listed_add, listed_delete)
+        return made
 
 
 class StoredOperators:
@@ -127,21 +123,18 @@ class StoredOperators:
         packed = {bucket.bit_length(): _pack_operators(found, number) for bucket, found in filed.items()}
         return cls(packed, names, len(grounding.facts))
 
-    def read(self, bucket: int, commands: dict[tuple[str, Row], str]) -> StoredBucket | None:
-        """Decode the operators filed under the fact with bit ``bucket``; None if they are not here or do not fit.
-
-        Args:
-            bucket: the bit; 0 for those filed under none.
-            commands: see `StoredBucket`.
-        """
+    def read(self, bucket: int) -> StoredBucket | None:
+        """Decode what is filed under the fact with bit ``bucket``; None if it is not here or does not fit."""
         packed = self.packed.get(bucket.bit_length())
         if packed is None:
             return None
         try:
-            masks, conditions, rows = msgpack.unpackb(packed)
-            if max(map(len, masks), default=0) > self._bytes:
-                raise ValueError("expected masks of the facts")
-            return StoredBucket(masks, conditions, rows, self._names, commands)
+            masks, conditions, rows, commands = msgpack.unpackb(packed)
+            if max(map(len, masks), default=0) > self._bytes or len(rows) != len(commands):
+                raise ValueError("expected masks of the facts, and a command for each operator")
+            if not isinstance("".join(commands), str):
+                raise ValueError("expected commands")
+            return StoredBucket(masks, conditions, rows, commands, self._names)
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("ignored damaged operators of the game cache: %s", error)
             return None
@@ -289,7 +282,7 @@ def _decode(content: bytes, domain: Domain) -> Entry:
     return Entry(grounding, StoredOperators(operators, names, len(grounding.facts)))
 
 
-def _pack_operators(found: Iterable[tuple[Operator, str]], number: Mapping[str, int]) -> bytes:
+def _pack_operators(found: Sequence[tuple[Operator, str]], number: Mapping[str, int]) -> bytes:
     """Encode operators and commands for a `StoredBucket`."""
     masks: dict[int, int] = {}
 
@@ -298,14 +291,14 @@ def _pack_operators(found: Iterable[tuple[Operator, str]], number: Mapping[str, 
 
     conditions: tuple[list[int], list[int]] = [], []
     rows = []
-    for operator, command in found:
+    for operator, _ in found:
         for column, at in zip(conditions, mask(operator.pos, operator.neg), strict=True):
             column.append(at)
         changes = mask(operator.add, operator.delete, operator.listed_add, operator.listed_delete)
         args = [number[arg] for arg in operator.args]
         effects = [mask(*effect) for effect in operator.conditional]
-        rows.append(msgpack.packb([operator.action, args, changes, effects, command]))
-    return bytes(msgpack.packb([list(map(_pack_bits, masks)), conditions, rows]))
+        rows.append(msgpack.packb([operator.action, args, changes, effects]))
+    return bytes(msgpack.packb([list(map(_pack_bits, masks)), conditions, rows, [command for _, command in found]]))
 
 
 def _natural(number: Any) -> int:
