@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
@@ -41,6 +41,7 @@ from sandboxgym.envs.alfworld.grammar import (
 from sandboxgym.envs.alfworld.grounding import Grounding, Operator, Task, ground
 from sandboxgym.envs.alfworld.grounding_cache import Entry, GroundingCache, StoredBucket, StoredOperators
 from sandboxgym.envs.alfworld.pddl import Domain, PddlError, read_domain, read_problem
+from sandboxgym.envs.alfworld.relations import picker
 
 NOTHING_HAPPENS = "Nothing happens."
 TASK_MARKER = "Your task is to: "
@@ -447,10 +448,10 @@ class _TextFacts:
         """Sorted arguments of the facts of ``predicate`` in ``t`` that have the things ``key`` at ``positions``."""
         index = self._indexes.get((predicate, positions))
         if index is None:
-            index = {}
-            for args, number in self._entries.get(predicate, ()):
-                index.setdefault(tuple(args[i] for i in positions), []).append((args, number))
-            self._indexes[predicate, positions] = index
+            grouped, pick = defaultdict(list), picker(positions)
+            for entry in self._entries.get(predicate, ()):
+                grouped[pick(entry[0])].append(entry)
+            index = self._indexes[predicate, positions] = dict(grouped)
         return (args for args, number in index.get(key, ()) if number == _ALWAYS or t >> number & 1)
 
     def listed(self, t: int) -> Iterator[str]:

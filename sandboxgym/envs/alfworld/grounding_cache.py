@@ -66,7 +66,7 @@ class StoredBucket:
         commands: Sequence[str],
         names: Mapping[int, str],
     ) -> None:
-        self._masks = dict(enumerate(map(_unpack_bits, masks)))  # no list: there negative numbers mean something
+        self._masks = dict(enumerate(map(int.from_bytes, masks)))  # no list: there negative numbers mean something
         pos, neg = (map(self._masks.__getitem__, column) for column in conditions)
         self._conditions = [*zip(range(len(rows)), pos, neg, strict=True)]
         self._rows = rows
@@ -298,7 +298,8 @@ def _pack_operators(found: Sequence[tuple[Operator, str]], number: Mapping[str, 
         args = [number[arg] for arg in operator.args]
         effects = [mask(*effect) for effect in operator.conditional]
         rows.append(msgpack.packb([operator.action, args, changes, effects]))
-    return bytes(msgpack.packb([list(map(_pack_bits, masks)), conditions, rows, [command for _, command in found]]))
+    encoded = [bits.to_bytes((bits.bit_length() + 7) // 8) for bits in masks]
+    return bytes(msgpack.packb([encoded, conditions, rows, [command for _, command in found]]))
 
 
 def _natural(number: Any) -> int:
