@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -170,6 +172,35 @@ def _opened(options: Options) -> Iterator[Pair]:
             for each in (command, bare)
         ]
         yield float(done[0].stdout), float(done[1].stdout)
+
+
+def _goals(options: Options) -> Iterator[Pair]:
+    """Goals of a stored catalogue, whose draws of prices and price caps are kept, against the draws made again."""
+    from sandboxgym.envs.webshop.catalogues.generate import write_files
+    from sandboxgym.envs.webshop.catalogues.official_data import find_files
+    from sandboxgym.envs.webshop.catalogues.store import open_store
+    from sandboxgym.envs.webshop.goals import SyntheticGoals
+
+    with tempfile.TemporaryDirectory(prefix="sandboxgym-bench-") as folder:
+        write_files(Path(folder, "data"), 10_000)
+        stored = open_store(find_files(Path(folder, "data")), Path(folder))
+        bare = copy.copy(stored)
+        bare.directory = None  # type: ignore[assignment]
+        yield from in_turns(lambda: SyntheticGoals(stored, 0), lambda: SyntheticGoals(bare, 0))
+
+
+def _searched(options: Options) -> Iterator[Pair]:
+    """Instructions searched among generated products with their ranking, against every product scored."""
+    from sandboxgym.bench.search import Generator
+    from sandboxgym.envs.webshop.retrieval.analysis import terms
+    from sandboxgym.envs.webshop.retrieval.index_build import build
+
+    shop = gym.make("sandboxgym/WebShop-v0").unwrapped.shop  # type: ignore[attr-defined]
+    index = build(Generator(shop.catalogue, seed=0).documents(100_000))
+    for number in itertools.count():
+        query = terms(shop.goals[number * 7 % len(shop.goals)].instruction)
+        pairs = in_turns(functools.partial(index.search, query), functools.partial(index.exhaustive, query))
+        yield from itertools.islice(pairs, 2)
 
 
 # Sandboxes. Their work is done by other processes: wall-clock time.
@@ -438,6 +469,8 @@ ROWS = (
         "the original without Lucene",
         _webshop_steps,
     ),
+    Row("webshop.goals", "WebShop, goals of 10,000 stored products", "prices and price caps drawn again", _goals),
+    Row("webshop.search", "WebShop, a search among 100,000 products", "every product scored", _searched),
     Row("webshop.open", "WebShop, `gym.make` in a new process", "`import sandboxgym` there", _opened),
     Row("sandbox.execute", "sandbox, `true` in its shell", "`docker exec`", _execute, clock="wall"),
     Row("sandbox.execute_bash", "sandbox, `true` in its shell", "`bash -c true` outside", _shell, clock="wall"),
