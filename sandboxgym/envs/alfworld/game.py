@@ -148,8 +148,9 @@ class Game:
         self._choices_of: dict[int, _Choices] = {}
         self._progress_of: dict[int, Progress] = {}
         self._goal = _Goal(self._planner)
-        if cache is not None and found is None:
-            self._stored = self._all_operators(grounding)
+        if cache is not None and (found is None or found.operators is None):
+            if found is not None:  # seen before: it may well be seen again
+                self._stored = self._all_operators(grounding)
             cache.put(self.digest, Entry(grounding, self._stored))
 
     @classmethod
@@ -347,8 +348,8 @@ class Game:
         template = self._grammar.actions[operator.action].template
         return self._write(template, self._planner.initial, self._binding(operator))
 
-    def _all_operators(self, grounding: Grounding) -> StoredOperators | None:
-        """Every operator with its command, encoded: they take twice the time of compiling, once per machine."""
+    def _all_operators(self, grounding: Grounding) -> StoredOperators:
+        """Every operator with its command, encoded; together they take as long as compiling."""
         planner = self._planner
         try:
             return StoredOperators.of(
@@ -359,7 +360,7 @@ class Game:
                 },
             )
         except GameError:  # a command that cannot be written matters to those alone who get there
-            return None
+            return StoredOperators.of(grounding, {})
 
     def _stored_operators(self, bucket: int) -> StoredBucket | None:
         return None if self._stored is None else self._stored.read(bucket)

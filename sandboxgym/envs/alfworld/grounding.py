@@ -330,8 +330,9 @@ def _alternatives(goal: Iterable[Conjunction], facts: Facts) -> Iterator[tuple[i
 class Bucket(Protocol):
     """Operators filed under one fact, always in the same order."""
 
-    commands: Sequence[str | None]
-    """Command of each, where it is known."""
+    @property
+    def commands(self) -> Sequence[str | None]:
+        """Command of each, where it is known."""
 
     def __len__(self) -> int: ...
 
@@ -438,8 +439,10 @@ class Task:
     def _bucket(self, bucket: int) -> Bucket:
         filed = self._operators.get(bucket)
         if filed is None:
-            known = self._known(bucket)
-            filed = self._operators[bucket] = Instances(self.instantiate(bucket)) if known is None else known
+            filed = self._known(bucket)
+            if filed is None:
+                filed = Instances(self.instantiate(bucket))
+            self._operators[bucket] = filed
         return filed
 
     def _pivot(self, schema: Schema, crowds: Mapping[str, int]) -> Atom | None:

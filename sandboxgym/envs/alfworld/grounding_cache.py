@@ -141,7 +141,7 @@ class StoredOperators:
 
 
 class Entry(NamedTuple):
-    """Content of an entry; its operators are None where a command cannot be written."""
+    """Content of an entry; its operators are None until the game is compiled for the second time."""
 
     grounding: Grounding
     operators: StoredOperators | None

@@ -94,7 +94,8 @@ def test_a_damaged_entry_is_ignored_and_replaced(
     ids=["predicate", "object", "negative", "type", "no goal", "wide mask", "fluents", "operators", "fields"],
 )
 def test_an_entry_that_does_not_fit_its_game_is_ignored(change: object, cache: GroundingCache) -> None:
-    compile_game(0, cache)
+    for _ in range(2):
+        compile_game(0, cache)
     (path,) = entries(cache)
     parts = msgpack.unpackb(zlib.decompress(path.read_bytes()[40:]), strict_map_key=False)
     change(parts)  # type: ignore[operator]
@@ -146,8 +147,10 @@ def test_the_entries_not_used_for_longest_go_first(tmp_path: Path) -> None:
 def test_operators_from_the_cache_are_those_that_are_instantiated(number: int, cache: GroundingCache) -> None:
     plain = compile_game(number, None)
     expected = [(operator, plain.command(operator)) for operator in plain.planner.all_operators()]
+    compile_game(number, cache)
     for _ in range(2):  # written, and read
         stored = compile_game(number, cache)
+        assert stored._stored is not None
         commands = [
             command
             for bucket in stored.planner.buckets()
@@ -173,7 +176,8 @@ def test_operators_from_the_cache_are_those_that_are_instantiated(number: int, c
 def test_stored_operators_that_do_not_fit_are_instantiated(
     change: Callable[..., object], cache: GroundingCache, caplog: pytest.LogCaptureFixture
 ) -> None:
-    compile_game(0, cache)
+    for _ in range(2):
+        compile_game(0, cache)
     game, plain = compile_game(0, cache), compile_game(0, None)
     assert game._stored is not None
     packed = {key: msgpack.unpackb(value) for key, value in game._stored.packed.items()}
