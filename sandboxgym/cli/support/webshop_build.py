@@ -1,6 +1,6 @@
 """``sandboxgym webshop build DIR``: make what WebShop keeps on disk of a catalogue before an environment needs it.
 
-``gymnasium.make`` makes the same by itself, in silence. Files that are there and intact are kept, so an interrupted
+``gymnasium.make`` makes the same by itself and shows no progress. Files that are there and intact are kept, so an interrupted
 build continues with the step at which it was; processes that are started meanwhile wait for it.
 """
 
@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from gymnasium.error import DependencyNotInstalled
+
 from sandboxgym.cli import OK, CommandError
 from sandboxgym.cli.support.progress import progress
 from sandboxgym.cli.support.terminal import harmless, nbytes_text
@@ -24,7 +26,6 @@ from sandboxgym.envs.webshop.retrieval import search
 from sandboxgym.envs.webshop.retrieval.analysis import check_installed
 from sandboxgym.envs.webshop.retrieval.index_build import IndexingFailed
 from sandboxgym.envs.webshop.shop import open_shop
-from sandboxgym.errors import DependencyNotInstalled
 from sandboxgym.system.run_directories import tree_nbytes
 
 
