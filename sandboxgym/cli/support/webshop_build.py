@@ -1,7 +1,7 @@
 """``sandboxgym webshop build DIR``: make what WebShop keeps on disk of a catalogue before an environment needs it.
 
-``gymnasium.make`` makes the same by itself and shows no progress. Files that are there and intact are kept, so an interrupted
-build continues with the step at which it was; processes that are started meanwhile wait for it.
+``gymnasium.make`` makes the same by itself and shows no progress. Files that are there and intact are kept, so an
+interrupted build continues with the step at which it was; processes that are started meanwhile wait for it.
 """
 
 from __future__ import annotations
