@@ -87,6 +87,11 @@ def noisy(ratio: float, *, seed: int, number: int = 60, noise: float = 0.1, load
     return [(float(s), float(s * ratio * np.exp(e))) for s, e in zip(shared, rng.normal(0, noise, number), strict=True)]
 
 
+def content_of(pairs: str) -> str:
+    row = f'{{"what": "", "instead": "", "unit": "seconds", "clock": "wall", "reason": null, "pairs": {pairs}}}'
+    return f'{{"format": 1, "machine": "", "commit": "", "load": 0, "seconds": 1, "rows": {{"a": {row}}}}}'
+
+
 def file_of(path: Path, **pairs: list[Pair]) -> Path:
     head = {"machine": "2 cores", "commit": "abc", "load": 0.5, "seconds": 20.0}
     run.write_json(path, head, {name: Measured(name, "other", "seconds", "wall", p) for name, p in pairs.items()})
@@ -107,9 +112,41 @@ def test_a_comparison_finds_what_became_slower_and_nothing_else(
     assert compare.main([str(before), str(after)]) == 1
     text = capsys.readouterr().out
     assert "| slow | slower |" in text and "| same | as before |" in text and "| fast | faster |" in text
-    assert text.endswith("Not measured in both: new\n\nSlower: slow\n")
+    assert text.endswith("Not measured in both, or not in the same way: new\n\nSlower: slow\n")
     assert compare.main([str(before), str(before)]) == 0
     assert compare.main([str(before), str(after), "--least", "0.5"]) == 0
+
+
+def test_rows_that_changed_are_not_compared_and_odd_costs_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    free, dear = [(0.0, 1.0)] * 3, [(1.0, 0.0)] * 3
+    before = file_of(tmp_path / "a", free=free, dear=dear, dearer=free, changed=noisy(3, seed=1))
+    after = file_of(tmp_path / "b", free=free, dear=dear, dearer=dear, changed=noisy(2, seed=1))
+    content = json.loads(after.read_text())
+    content["rows"]["changed"]["instead"] = "something else"
+    after.write_text(json.dumps(content))
+    assert compare.main([str(before), str(after)]) == 1
+    text = capsys.readouterr().out
+    assert "| free | as before | 1.00 |" in text and "| dear | as before | 1.00 |" in text
+    assert text.endswith("Not measured in both, or not in the same way: changed\n\nSlower: dearer\n")
+
+
+def test_all_rows_together_keep_to_the_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given: list[float] = []
+    clock = [0.0]
+
+    def slow(source: str, row: object, options: Options, seconds: float) -> Measured:
+        given.append(seconds)
+        clock[0] += 30 + seconds  # 30 s to get ready
+        return Measured("", "", "seconds", "wall", [(1.0, 2.0)] * 3)
+
+    monkeypatch.setattr(run, "measure", slow)
+    monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
+    assert run.main(["--minutes", "4"]) == 0
+    assert len(given) == 6 and given[0] == 20.0 and min(given) > 5 and sum(given) + 6 * 30 <= 4 * 60.01
 
 
 def test_noise_alone_is_seldom_told_as_a_change() -> None:
@@ -130,6 +167,13 @@ def test_noise_alone_is_seldom_told_as_a_change() -> None:
         ('{"format": 2, "rows": {}}', "another format"),
         ('{"format": 1, "rows": {"a": {"pairs": []}}}', "expected what"),
         ('{"format": 1, "rows": {}, "machine": 3}', "no machine"),
+        ("[" * 100_000, "expected what"),
+        (content_of("[[1, 1e999], [1, 1], [1, 1]]"), "without bound"),
+        (content_of("[[NaN, 1], [1, 1], [1, 1]]"), "without bound"),
+        (content_of("[[1, -1], [1, 1], [1, 1]]"), "below 0"),
+        (content_of("[[1, 1" + "0" * 400 + "], [1, 1], [1, 1]]"), "expected what"),
+        (content_of("[[1, 2], [1, 2]]"), "2 measurements"),
+        (content_of("[[1, 2, 3], [1, 2], [1, 2]]"), "expected what"),
     ],
 )
 def test_what_is_no_table_is_refused(

@@ -20,6 +20,7 @@ COMMANDS = {
     "play": ("sandboxgym.cli.play:main", "play an environment in the terminal, with undo and branches"),
     "download": ("sandboxgym.cli.download:main", "download a data set, or install it from a file"),
     "swebench": ("sandboxgym.cli.swebench:main", "prepare and check SWE-bench rows, get their images"),
+    "webshop": ("sandboxgym.cli.support.webshop_build:main", "build WebShop's files for a catalogue, with progress"),
     "serve": (
         "sandboxgym.cli.serve:main",
         "serve environments (OpenEnv), a sandbox to agents (MCP), sandboxes (E2B), WebShop",

@@ -3,7 +3,8 @@
 sandboxgym bench compare BEFORE.json AFTER.json [--least 0.05]
 
 Ratios to the alternatives are compared, not times: a busier or another machine slows both of a row. A row is slower or
-faster if the 90 % intervals of its two ratios have nothing in common and the ratios differ by more than ``--least``.
+faster if the 90 % intervals of its two ratios have nothing in common and the ratios differ by more than ``--least``. A
+row whose alternative, unit or clock is another one in the other file is not compared.
 The exit status is 1 if a row became slower, 2 if the files cannot be compared.
 """
 
@@ -18,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.bench.table.measure import Measured
+from sandboxgym.bench.table.measure import LEAST, Measured
 from sandboxgym.bench.tools.against import interval
+from sandboxgym.brief import brief
 
 
 class TableError(Exception):
@@ -58,14 +60,16 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Measured]]:
         for name, row in rows.items():
             row["pairs"] = [(float(ours), float(theirs)) for ours, theirs in row["pairs"]]
             found[name] = Measured(**row)
-            if found[name].reason is None and not found[name].pairs:
-                raise ValueError(f"{name} has no measurements")
+            if not all(0 <= value < math.inf for pair in found[name].pairs for value in pair):
+                raise ValueError(f"costs of {brief(name, 80)} below 0 or without bound")
+            if found[name].reason is None and len(found[name].pairs) < LEAST:
+                raise ValueError(f"{len(found[name].pairs)} measurements of {brief(name, 80)}, which needs {LEAST}")
         for key, kind in (("machine", str), ("commit", str), ("load", (int, float)), ("seconds", (int, float))):
             if not isinstance(content.get(key), kind):
                 raise ValueError(f"no {key}")
     except OSError as error:
         raise TableError(f"{path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise TableError(f"{path}: expected what `sandboxgym bench table --json` writes, found {error}") from None
     return content, found
 
@@ -84,9 +88,11 @@ def compared(
         new = after.get(name)
         if new is None or old.reason or new.reason:
             continue
+        if (old.instead, old.unit, old.clock) != (new.instead, new.unit, new.clock):
+            continue
         first, low, high, *_ = summary(old.pairs)
         second, low_now, high_now, *_ = summary(new.pairs)
-        change = first / second if second else math.inf
+        change = 1.0 if first == second else first / second if second else math.inf
         verdict = "as before"
         if high_now < low and change > 1 + least:
             verdict = "slower"
@@ -121,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"| {name} | {verdict} | {change:.2f} | {spans} |")
     alone = sorted({*before, *after} - {name for name, *_ in rows})
     if alone:
-        print(f"\nNot measured in both: {', '.join(alone)}")
+        print(f"\nNot measured in both, or not in the same way: {', '.join(alone)}")
     slower = [name for name, verdict, *_ in rows if verdict == "slower"]
     print(f"\nSlower: {', '.join(slower) or 'nothing'}")
     return int(bool(slower))

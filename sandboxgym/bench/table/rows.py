@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import subprocess
@@ -90,17 +92,21 @@ def _durable(make: Callable[[], tuple[Any, list[str]]]) -> Iterator[Pair]:
 
 
 def _alfworld_steps(options: Options, *, fresh: bool) -> Iterator[Pair]:
-    """Twelve steps of one game after another: of a game nobody played yet, or of one whose operators are filled."""
+    """Twelve steps of one game after another, whose operators are on disk: new to this process, or played before."""
     if not (importlib.util.find_spec("textworld") and importlib.util.find_spec("alfworld")):
         raise RowUnavailable("TextWorld and alfworld are not installed: pip install 'sandboxgym[alfworld-reference]'")
     from sandboxgym.bench.alfworld import Times, _original, _walk
-    from sandboxgym.envs.alfworld.games.library import GameLibrary
+    from sandboxgym.envs.alfworld.game import Game
+    from sandboxgym.envs.alfworld.games.library import GameLibrary, content_of
+    from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
 
     steps, Times.cpu = 12, True
     env = gym.make("sandboxgym/ALFWorld-v0", games=options.games, max_episode_steps=1_000_000, stop_when_won=False)
     library: GameLibrary = env.unwrapped.library  # type: ignore[attr-defined]
     for task in range(1, len(library)):
         times = Times()
+        for _ in range(2):  # from the second time on, operators are kept
+            Game.from_json(content_of(library[task]), cache=GroundingCache())
         if not fresh:
             _walk(env, task, steps, seed=0, times=Times())
         _walk(env, task, steps, seed=0, times=times)
@@ -170,6 +176,35 @@ def _opened(options: Options) -> Iterator[Pair]:
             for each in (command, bare)
         ]
         yield float(done[0].stdout), float(done[1].stdout)
+
+
+def _goals(options: Options) -> Iterator[Pair]:
+    """Goals of a stored catalogue, whose draws of prices and price caps are kept, against the draws made again."""
+    from sandboxgym.envs.webshop.catalogues.generate import write_files
+    from sandboxgym.envs.webshop.catalogues.official_data import find_files
+    from sandboxgym.envs.webshop.catalogues.store import open_store
+    from sandboxgym.envs.webshop.goals import SyntheticGoals
+
+    with tempfile.TemporaryDirectory(prefix="sandboxgym-bench-") as folder:
+        write_files(Path(folder, "data"), 10_000)
+        stored = open_store(find_files(Path(folder, "data")), Path(folder))
+        bare = copy.copy(stored)
+        bare.directory = None  # type: ignore[assignment]
+        yield from in_turns(lambda: SyntheticGoals(stored, 0), lambda: SyntheticGoals(bare, 0))
+
+
+def _searched(options: Options) -> Iterator[Pair]:
+    """Instructions searched among generated products with their ranking, against every product scored."""
+    from sandboxgym.bench.search import Generator
+    from sandboxgym.envs.webshop.retrieval.analysis import terms
+    from sandboxgym.envs.webshop.retrieval.index_build import build
+
+    shop = gym.make("sandboxgym/WebShop-v0").unwrapped.shop  # type: ignore[attr-defined]
+    index = build(Generator(shop.catalogue, seed=0).documents(100_000))
+    for number in itertools.count():
+        query = terms(shop.goals[number * 7 % len(shop.goals)].instruction)
+        pairs = in_turns(functools.partial(index.search, query), functools.partial(index.exhaustive, query))
+        yield from itertools.islice(pairs, 2)
 
 
 # Sandboxes. Their work is done by other processes: wall-clock time.
@@ -388,7 +423,7 @@ ROWS = (
     ),
     Row(
         "alfworld.fresh",
-        "ALFWorld, each of the first twelve steps of a game",
+        "ALFWorld, each of the first twelve steps of a game that this machine knows",
         "TextWorld by itself",
         functools.partial(_alfworld_steps, fresh=True),
     ),
@@ -438,6 +473,8 @@ ROWS = (
         "the original without Lucene",
         _webshop_steps,
     ),
+    Row("webshop.goals", "WebShop, goals of 10,000 stored products", "prices and price caps drawn again", _goals),
+    Row("webshop.search", "WebShop, a search among 100,000 products", "every product scored", _searched),
     Row("webshop.open", "WebShop, `gym.make` in a new process", "`import sandboxgym` there", _opened),
     Row("sandbox.execute", "sandbox, `true` in its shell", "`docker exec`", _execute, clock="wall"),
     Row("sandbox.execute_bash", "sandbox, `true` in its shell", "`bash -c true` outside", _shell, clock="wall"),

@@ -1,6 +1,6 @@
 """Measure the whole table and write it down.
 
-sandboxgym bench table [--seconds 20] [--only alfworld sandbox …] [--json FILE] [--write docs/performance.md]
+sandboxgym bench table [--seconds 20] [--minutes 14] [--only alfworld sandbox …] [--json FILE] [--write FILE]
     [--image IMAGE] [--games valid_seen] [--webshop CHECKOUT --catalogue DIR] [--from FILE.json]
 
 Each row is measured in turns with what a user would do instead, so that ratios hold on a busy machine; compare times
@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from sandboxgym.bench.tools import page
 from sandboxgym.bench.tools.against import HERE, revision
 
 FORMAT = 1
+_LEAST = 1.0
+"""Seconds that a row has in any case."""
 
 
 def quantity(value: float, unit: str) -> str:
@@ -75,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="sandboxgym bench table", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--seconds", type=float, default=20.0, help="for each row, from its first measurement on")
+    parser.add_argument(
+        "--minutes", type=float, default=14.0, help="for all rows together, which have less time each if need be"
+    )
     parser.add_argument("--only", nargs="+", default=(), metavar="PREFIX", help="rows whose names begin so")
     parser.add_argument("--json", type=Path, metavar="FILE", help="file to write the measurements to")
     parser.add_argument("--write", type=Path, metavar="FILE", help="file to write the page to")
@@ -85,8 +91,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--nouns", help="argument of gym.make of WebShop")
     parser.add_argument("--image", help="Docker image with bash, for Docker's own operations")
     arguments = parser.parse_args(argv)
-    if not 0 < arguments.seconds < float("inf"):
-        parser.error(f"--seconds: expected a number of seconds above 0, found {arguments.seconds}")
+    for name in ("seconds", "minutes"):
+        if not 0 < (given := getattr(arguments, name)) < float("inf"):
+            parser.error(f"--{name}: expected a number of {name} above 0, found {given}")
     if arguments.source:
         try:
             head, found = read(arguments.source)
@@ -106,7 +113,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "```",
         "",
         f"{head['machine']}; commit {head['commit']}; load {head['load']:.1f} at the start. Ratios are medians of "
-        f"measurements in turns, with 90 % intervals; each row had {head['seconds']:g} seconds. Below 1 the "
+        f"measurements in turns, with 90 % intervals; each row had up to {head['seconds']:g} seconds. Below 1 the "
         "alternative is the faster one. Compare times within this page only.",
         "",
         *table(found),
@@ -124,9 +131,15 @@ def _measured(parser: argparse.ArgumentParser, arguments: argparse.Namespace) ->
         parser.error(f"--only: no row begins with {' or '.join(arguments.only)}; there are: {', '.join(rows)}")
     options = Options(arguments.games, arguments.webshop, arguments.catalogue, arguments.nouns, arguments.image)
     found = {}
+    began, measuring = time.monotonic(), 0.0
     for number, (name, (source, row)) in enumerate(chosen.items(), 1):
+        spent = time.monotonic() - began
+        ready = (spent - measuring) / max(1, number - 1)  # what a row took to get ready
+        share = (60 * arguments.minutes - spent) / (len(chosen) - number + 1) - ready
+        seconds = min(arguments.seconds, max(share, _LEAST))
+        measuring += seconds
         print(f"{number}/{len(chosen)} {name}", end="", file=sys.stderr, flush=True)
-        found[name] = measured = measure(source, row, options, arguments.seconds)
+        found[name] = measured = measure(source, row, options, seconds)
         said = measured.reason or f"{summary(measured.pairs)[0]:.3g} ({len(measured.pairs)} measurements)"
         print(f": {said}", file=sys.stderr, flush=True)
     return found

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
@@ -38,9 +38,10 @@ from sandboxgym.envs.alfworld.grammar import (
     compile_text,
     read_grammar,
 )
-from sandboxgym.envs.alfworld.grounding import Operator, Task, ground
-from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
+from sandboxgym.envs.alfworld.grounding import Grounding, Operator, Task, ground
+from sandboxgym.envs.alfworld.grounding_cache import Entry, GroundingCache, StoredBucket, StoredOperators
 from sandboxgym.envs.alfworld.pddl import Domain, PddlError, read_domain, read_problem
+from sandboxgym.envs.alfworld.relations import picker
 
 NOTHING_HAPPENS = "Nothing happens."
 TASK_MARKER = "Your task is to: "
@@ -94,7 +95,8 @@ class _Choices:
     """Admissible commands of a state, in order, with the operator of each."""
 
     commands: tuple[str, ...]
-    operators: dict[str, Operator]
+    operators: dict[str, tuple[int, int]]
+    """Arguments of `Task.operator`."""
 
 
 class Game:
@@ -129,12 +131,10 @@ class Game:
             self._grammar = read_grammar(grammar)
             _check_grammar(self._grammar, self._domain)
             part = "pddl_problem"
-            grounding = cache.get(self.digest, self._domain) if cache is not None else None
-            if grounding is None:
-                grounding = ground(self._domain, read_problem(problem, self._domain))
-                if cache is not None:
-                    cache.put(self.digest, grounding)
-            self._planner = Task(self._domain, grounding)
+            found = cache.get(self.digest, self._domain) if cache is not None else None
+            grounding = found.grounding if found else ground(self._domain, read_problem(problem, self._domain))
+            self._stored = found.operators if found else None
+            self._planner = Task(self._domain, grounding, known=self._stored_operators)
         except (PddlError, GrammarError) as error:
             raise GameError(f"{name}: {part}, {error}") from None
         names = _names(grounding.mentioned)
@@ -148,6 +148,10 @@ class Game:
         self._choices_of: dict[int, _Choices] = {}
         self._progress_of: dict[int, Progress] = {}
         self._goal = _Goal(self._planner)
+        if cache is not None and (found is None or found.operators is None):
+            if found is not None:  # seen before: it may well be seen again
+                self._stored = self._all_operators(grounding)
+            cache.put(self.digest, Entry(grounding, self._stored))
 
     @classmethod
     def from_json(
@@ -234,7 +238,7 @@ class Game:
         The command must be exactly one of :meth:`admissible`, except for white space around it; any other leaves
         the state as it is.
         """
-        operator = self._choices(state).operators.get(command.strip())
+        operator = self._chosen(state, command)
         if operator is None:
             return state, NOTHING_HAPPENS, False
         following = self._applied(operator, state)
@@ -243,7 +247,7 @@ class Game:
 
     def following(self, state: GameState, command: str) -> tuple[GameState, bool]:
         """Play a command without writing the answer, which takes most of the time of `step`."""
-        operator = self._choices(state).operators.get(command.strip())
+        operator = self._chosen(state, command)
         return (state, False) if operator is None else (self._applied(operator, state), True)
 
     def _applied(self, operator: Operator, state: GameState) -> GameState:
@@ -314,27 +318,52 @@ class Game:
             _BYTES_PER_FACT * len(self._planner.facts)
             + _BYTES_PER_OPERATOR * len(self._command_of)
             + _BYTES_PER_STATE * len(self._choices_of)
+            + (self._stored.nbytes if self._stored is not None else 0)
         )
 
     def _choices(self, state: GameState) -> _Choices:
         choices = self._choices_of.get(state.s)
         if choices is None:
-            operators: dict[str, Operator] = {}
-            for operator in self._planner.operators(state.s):
-                operators.setdefault(self.command(operator), operator)
+            operators: dict[str, tuple[int, int]] = {}
+            for bucket, at, command in self._planner.applicable(state.s):
+                operators.setdefault(command or self.command(self._planner.operator(bucket, at)), (bucket, at))
             choices = _Choices(tuple(sorted(operators)), operators)
             _remember(self._choices_of, state.s, choices)
         return choices
+
+    def _chosen(self, state: GameState, command: str) -> Operator | None:
+        """Operator for which a command stands in a state."""
+        found = self._choices(state).operators.get(command.strip())
+        return None if found is None else self._planner.operator(*found)
 
     def command(self, operator: Operator) -> str:
         """Command that stands for ``operator``."""
         key = operator.action, operator.args
         command = self._command_of.get(key)
         if command is None:
-            template = self._grammar.actions[operator.action].template
-            command = self._write(template, self._planner.initial, self._binding(operator))
-            self._command_of[key] = command
+            self._command_of[key] = command = self._command(operator)
         return command
+
+    def _command(self, operator: Operator) -> str:
+        template = self._grammar.actions[operator.action].template
+        return self._write(template, self._planner.initial, self._binding(operator))
+
+    def _all_operators(self, grounding: Grounding) -> StoredOperators:
+        """Every operator with its command, encoded; together they take as long as compiling."""
+        planner = self._planner
+        try:
+            return StoredOperators.of(
+                grounding,
+                {
+                    bucket: [(operator, self._command(operator)) for operator in planner.instantiate(bucket)]
+                    for bucket in planner.buckets()
+                },
+            )
+        except GameError:  # a command that cannot be written matters to those alone who get there
+            return StoredOperators.of(grounding, {})
+
+    def _stored_operators(self, bucket: int) -> StoredBucket | None:
+        return None if self._stored is None else self._stored.read(bucket)
 
     def _binding(self, operator: Operator) -> Binding:
         binding: dict[str, str] = {}
@@ -420,10 +449,10 @@ class _TextFacts:
         """Sorted arguments of the facts of ``predicate`` in ``t`` that have the things ``key`` at ``positions``."""
         index = self._indexes.get((predicate, positions))
         if index is None:
-            index = {}
-            for args, number in self._entries.get(predicate, ()):
-                index.setdefault(tuple(args[i] for i in positions), []).append((args, number))
-            self._indexes[predicate, positions] = index
+            grouped, pick = defaultdict(list), picker(positions)
+            for entry in self._entries.get(predicate, ()):
+                grouped[pick(entry[0])].append(entry)
+            index = self._indexes[predicate, positions] = dict(grouped)
         return (args for args, number in index.get(key, ()) if number == _ALWAYS or t >> number & 1)
 
     def listed(self, t: int) -> Iterator[str]:

@@ -18,10 +18,10 @@ of a domain share one :class:`Plan`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from sandboxgym.envs.alfworld.pddl import (
     EQUALS,
@@ -327,15 +327,61 @@ def _alternatives(goal: Iterable[Conjunction], facts: Facts) -> Iterator[tuple[i
         yield from (mask for mask in masks if mask is not None)
 
 
+class Bucket(Protocol):
+    """Operators filed under one fact, always in the same order."""
+
+    @property
+    def commands(self) -> Sequence[str | None]:
+        """Command of each, where it is known."""
+
+    def __len__(self) -> int: ...
+
+    def applicable(self, state: int) -> list[int]:
+        """List the places of those that apply in ``state``."""
+
+    def operator(self, at: int) -> Operator | None:
+        """Operator at a place; None if it turns out to be unusable."""
+
+
+class Instances:
+    """A `Bucket` of operators in memory."""
+
+    def __init__(self, operators: Iterable[Operator]) -> None:
+        self._operators = tuple(operators)
+        self.commands = (None,) * len(self._operators)
+
+    def __len__(self) -> int:
+        return len(self._operators)
+
+    def applicable(self, state: int) -> list[int]:
+        """See `Bucket.applicable`."""
+        found = enumerate(self._operators)
+        return [at for at, each in found if state & each.pos == each.pos and not state & each.neg]
+
+    def operator(self, at: int) -> Operator:
+        """See `Bucket.operator`."""
+        return self._operators[at]
+
+
 class Task:
     """A ground problem. Immutable, except for its cache of instantiated operators.
+
+    ``known`` finds the operators that are filed under the fact with a bit (0: under none) without instantiating them,
+    or None.
 
     ``facts[i]`` is what bit ``i`` of a state stands for, ``bits`` the reverse; ``constants`` hold in every state.
     ``goal`` lists alternatives: masks of the bits that must be set and clear. ``moving`` are the predicates of which
     one fact takes the place of another, as when the agent walks.
     """
 
-    def __init__(self, domain: Domain, grounding: Grounding) -> None:
+    def __init__(
+        self,
+        domain: Domain,
+        grounding: Grounding,
+        *,
+        known: Callable[[int], Bucket | None] = lambda bucket: None,
+    ) -> None:
+        self._known = known
         self._plan = plan(domain)
         self.moving = self._plan.moving
         self.facts, self.constants = grounding.facts, grounding.constants
@@ -349,35 +395,55 @@ class Task:
         self._pivots = [self._pivot(schema, grounding.crowds) for schema in self._plan.schemas]
         pivots = {pivot.predicate for pivot in self._pivots if pivot is not None}
         self._pivot_bits = sum(bit for predicate in pivots for bit in self.bits[predicate].values())
-        self._operators: dict[int, tuple[Operator, ...]] = {}
+        self._operators: dict[int, Bucket] = {}
 
     def operators(self, state: int) -> Iterator[Operator]:
         """List the operators that apply in ``state``, always in the same order."""
+        return (self.operator(bucket, at) for bucket, at, _ in self.applicable(state))
+
+    def applicable(self, state: int) -> Iterator[tuple[int, int, str | None]]:
+        """List the operators that apply in ``state`` as arguments of `operator`, each with its command if known."""
         buckets = state & self._pivot_bits
         bucket = 0
         while True:
-            for operator in self._bucket(bucket):
-                if state & operator.pos == operator.pos and not state & operator.neg:
-                    yield operator
+            filed = self._bucket(bucket)
+            for at in filed.applicable(state):
+                yield bucket, at, filed.commands[at]
             if not buckets:
                 return
             bucket = buckets & -buckets
             buckets ^= bucket
 
+    def operator(self, bucket: int, at: int) -> Operator:
+        """Operator at a place among those that are filed under the fact with bit ``bucket``."""
+        found = self._bucket(bucket).operator(at)
+        if found is None:
+            filed = self._operators[bucket] = Instances(self.instantiate(bucket))
+            return filed.operator(at)
+        return found
+
     def all_operators(self) -> Iterator[Operator]:
         """List every operator that applies in some state."""
-        bits = self._pivot_bits
-        buckets = [0]
-        while bits:
-            buckets.append(bits & -bits)
-            bits ^= buckets[-1]
-        for bucket in buckets:
-            yield from self._bucket(bucket)
+        for bucket in self.buckets():
+            for at in range(len(self._bucket(bucket))):
+                yield self.operator(bucket, at)
 
-    def _bucket(self, bucket: int) -> tuple[Operator, ...]:
-        if bucket not in self._operators:
-            self._operators[bucket] = tuple(self._instantiate(bucket))
-        return self._operators[bucket]
+    def buckets(self) -> Iterator[int]:
+        """List the bits of the facts that operators are filed under, ascending, after 0 for those under none."""
+        yield 0
+        bits = self._pivot_bits
+        while bits:
+            yield bits & -bits
+            bits &= bits - 1
+
+    def _bucket(self, bucket: int) -> Bucket:
+        filed = self._operators.get(bucket)
+        if filed is None:
+            filed = self._known(bucket)
+            if filed is None:
+                filed = Instances(self.instantiate(bucket))
+            self._operators[bucket] = filed
+        return filed
 
     def _pivot(self, schema: Schema, crowds: Mapping[str, int]) -> Atom | None:
         """Choose the body atom by which instances of ``schema`` are filed: one with few true facts at a time."""
@@ -388,8 +454,8 @@ class Task:
 
         return min(atoms, key=crowd, default=None)
 
-    def _instantiate(self, bucket: int) -> Iterator[Operator]:
-        """List the operators filed under the fact with bit ``bucket``; 0 means under none, or under one always true."""
+    def instantiate(self, bucket: int) -> Iterator[Operator]:
+        """Instantiate the operators filed under the fact with this bit; 0: under none, or under one always true."""
         if bucket:
             predicate, args = self.facts[bucket.bit_length() - 1]
             seeds = self.database.part({predicate: [args]})

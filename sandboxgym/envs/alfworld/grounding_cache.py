@@ -1,11 +1,12 @@
-"""Cache of grounded games on disk, so that a game compiles faster the second time.
+"""Cache of grounded games and their operators on disk, so that a game is compiled and played faster the second time.
 
 What this module promises:
 
-1. An entry's key is the digest of the game and of the code that grounds games, so that neither a changed game nor a
-   new version of this package ever reads a stale one.
+1. An entry's key is the digest of the game and of the code that grounds games and writes commands, so that neither a
+   changed game nor a new version of this package ever reads a stale one.
 2. An entry is plain data with a checksum; reading one never executes code. An entry that is damaged, or
-   does not fit the domain, counts as missing.
+   does not fit the domain, counts as missing. Operators are decoded when they are played; those that do not fit
+   the game are instantiated instead.
 3. Writing is atomic, and a failure (a full or read-only disk) is no error. The directory is kept below a size: the
    least recently used entries are removed first.
 """
@@ -20,27 +21,130 @@ import os
 import pkgutil
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgpack
 
 from sandboxgym.data import cache_dir
-from sandboxgym.envs.alfworld.grounding import Grounding
+from sandboxgym.envs.alfworld.grounding import Conditional, Grounding, Operator
 from sandboxgym.envs.alfworld.pddl import Atom, Domain
 from sandboxgym.system.atomic import is_temporary, write_atomic
 
 logger = logging.getLogger("sandboxgym")
 
-MAX_BYTES = 64 * 2**20
+MAX_BYTES = 256 * 2**20
 """Size limit of the directory: room for twice the official games."""
 _MAX_ENTRY = 4 * 2**20
 _MAGIC = b"SBXALF\x00\x01"
 _SUFFIX = ".grounding"
 _WRITES_BETWEEN_SWEEPS = 64
 _STALE_SECONDS = 3600.0
-_CODE = ("pddl.py", "relations.py", "grounding.py", "grounding_cache.py")
+_CODE = ("pddl.py", "relations.py", "grounding.py", "grounding_cache.py", "grammar.py", "game.py")
+_unpack_bits = functools.partial(int.from_bytes, byteorder="little")
+
+
+class StoredBucket:
+    """`Bucket` of operators with their commands; of the many that are filed, only those that are played are decoded.
+
+    Args:
+        masks: sets of facts, encoded.
+        conditions: for each operator, the numbers of the masks of facts that must be true and false.
+        rows: the rest of each operator, encoded.
+        commands: of each operator.
+        names: objects of the game.
+    """
+
+    __slots__ = ("_conditions", "_made", "_masks", "_names", "_rows", "commands")
+
+    def __init__(
+        self,
+        masks: Sequence[bytes],
+        conditions: Sequence[Sequence[int]],
+        rows: Sequence[bytes],
+        commands: Sequence[str],
+        names: Mapping[int, str],
+    ) -> None:
+        self._masks = dict(enumerate(map(int.from_bytes, masks)))  # no list: there negative numbers mean something
+        pos, neg = (map(self._masks.__getitem__, column) for column in conditions)
+        self._conditions = [*zip(range(len(rows)), pos, neg, strict=True)]
+        self._rows = rows
+        self.commands = commands
+        self._names = names
+        self._made: dict[int, Operator] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def applicable(self, state: int) -> list[int]:
+        """See `Bucket.applicable`."""
+        return [at for at, pos, neg in self._conditions if state & pos == pos and not state & neg]
+
+    def operator(self, at: int) -> Operator | None:
+        """See `Bucket.operator`."""
+        if at in self._made:
+            return self._made[at]
+        try:
+            action, numbers, changes, conditional = msgpack.unpackb(self._rows[at])
+            add, delete, listed_add, listed_delete = [self._masks[each] for each in changes]
+            args = tuple([self._names[number] for number in numbers])
+            effects = tuple([Conditional(*[self._masks[each] for each in effect]) for effect in conditional])
+            if not isinstance(action, str):
+                raise ValueError("expected the name of an action")
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("ignored a damaged operator of the game cache: %s", error)
+            return None
+        _, pos, neg = self._conditions[at]
+        made = self._made[at] = Operator(action, args, pos, neg, add, delete, effects, listed_add, listed_delete)
+        return made
+
+
+class StoredOperators:
+    """Operators of a game with their commands, encoded apart for each fact that they are filed under.
+
+    Args:
+        packed: by the fact's number plus 1; 0 for those filed under none.
+        names: objects of the game, sorted.
+        width: number of facts that can change.
+    """
+
+    def __init__(self, packed: Mapping[int, bytes], names: Sequence[str], width: int) -> None:
+        self.packed = packed
+        self._names = dict(enumerate(names))
+        self._bytes = (width + 7) // 8
+        self.nbytes = sum(map(len, packed.values()))
+
+    @classmethod
+    def of(cls, grounding: Grounding, filed: Mapping[int, Sequence[tuple[Operator, str]]]) -> StoredOperators:
+        """Encode operators with their commands, given by the bit of the fact that they are filed under."""
+        names = sorted(grounding.objects)
+        number = {name: at for at, name in enumerate(names)}
+        packed = {bucket.bit_length(): _pack_operators(found, number) for bucket, found in filed.items()}
+        return cls(packed, names, len(grounding.facts))
+
+    def read(self, bucket: int) -> StoredBucket | None:
+        """Decode what is filed under the fact with bit ``bucket``; None if it is not here or does not fit."""
+        packed = self.packed.get(bucket.bit_length())
+        if packed is None:
+            return None
+        try:
+            masks, conditions, rows, commands = msgpack.unpackb(packed)
+            if max(map(len, masks), default=0) > self._bytes or len(rows) != len(commands):
+                raise ValueError("expected masks of the facts, and a command for each operator")
+            if not isinstance("".join(commands), str):
+                raise ValueError("expected commands")
+            return StoredBucket(masks, conditions, rows, commands, self._names)
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("ignored damaged operators of the game cache: %s", error)
+            return None
+
+
+class Entry(NamedTuple):
+    """Content of an entry; its operators are None until the game is compiled for the second time."""
+
+    grounding: Grounding
+    operators: StoredOperators | None
 
 
 class GroundingCache:
@@ -55,7 +159,7 @@ class GroundingCache:
         self.directory = Path(directory) if directory is not None else cache_dir() / "alfworld"
         self._max_bytes = max_bytes
 
-    def get(self, digest: str, domain: Domain) -> Grounding | None:
+    def get(self, digest: str, domain: Domain) -> Entry | None:
         """Read the entry of the game with this digest; None if there is no usable one."""
         path = self._path(digest)
         try:
@@ -64,20 +168,20 @@ class GroundingCache:
         except OSError:
             return None
         try:
-            grounding = _decode(content, domain)
+            entry = _decode(content, domain)
         except (ValueError, KeyError, IndexError, TypeError, OverflowError, zlib.error) as error:
             logger.warning("ignored a damaged entry of the game cache, %s: %s", path, error)
             return None
         with contextlib.suppress(OSError):  # mark it as used; in a read-only directory nothing is swept either
             os.utime(path)
-        return grounding
+        return entry
 
-    def put(self, digest: str, grounding: Grounding) -> None:
-        """Write ``grounding``, if the disk allows it."""
+    def put(self, digest: str, entry: Entry) -> None:
+        """Write an entry, if the disk allows it."""
         path = self._path(digest)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, _encode(grounding), durable=False)  # its checksum is compared when it is read
+            write_atomic(path, _encode(entry), durable=False)  # its checksum is compared when it is read
         except OSError as error:
             logger.debug("the game cache cannot be written: %s", error)
             return
@@ -120,7 +224,8 @@ def _code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _encode(grounding: Grounding) -> bytes:
+def _encode(entry: Entry) -> bytes:
+    grounding, operators = entry
     names = sorted(grounding.objects)
     kinds = sorted(set(grounding.objects.values()))
     number = {name: at for at, name in enumerate(names)}
@@ -134,12 +239,13 @@ def _encode(grounding: Grounding) -> bytes:
         _pack_bits(grounding.initial),
         [[_pack_bits(pos), _pack_bits(neg)] for pos, neg in grounding.goal],
         grounding.crowds,
+        None if operators is None else operators.packed,
     ]
     packed = zlib.compress(msgpack.packb(content), 1)
     return _MAGIC + hashlib.sha256(packed).digest() + packed
 
 
-def _decode(content: bytes, domain: Domain) -> Grounding:
+def _decode(content: bytes, domain: Domain) -> Entry:
     packed = content[len(_MAGIC) + 32 :]
     if content[: len(_MAGIC) + 32] != _MAGIC + hashlib.sha256(packed).digest():
         raise ValueError("expected an intact entry, found other bytes")
@@ -147,7 +253,9 @@ def _decode(content: bytes, domain: Domain) -> Grounding:
     plain = inflate.decompress(packed, _MAX_ENTRY)
     if not inflate.eof:
         raise ValueError(f"expected at most {_MAX_ENTRY} bytes of content")
-    names, kinds, kind_of, mentioned, facts, constants, initial, goal, crowds = msgpack.unpackb(plain)
+    names, kinds, kind_of, mentioned, facts, constants, initial, goal, crowds, operators = msgpack.unpackb(
+        plain, strict_map_key=False
+    )
     if not all(isinstance(name, str) for name in (*names, *kinds)) or len(names) != len(kind_of):
         raise ValueError("expected objects with their types")
     if not crowds.keys() == set(domain.fluents) or not all(isinstance(crowd, int) for crowd in crowds.values()):
@@ -160,14 +268,38 @@ def _decode(content: bytes, domain: Domain) -> Grounding:
         mentioned=tuple([names[_natural(number)] for number in mentioned]),
         facts=tuple(_unpack_atoms(facts, names, domain)),
         constants=tuple(_unpack_atoms(constants, names, domain)),
-        initial=int.from_bytes(initial, "little"),
-        goal=tuple((int.from_bytes(pos, "little"), int.from_bytes(neg, "little")) for pos, neg in goal),
+        initial=_unpack_bits(initial),
+        goal=tuple((_unpack_bits(pos), _unpack_bits(neg)) for pos, neg in goal),
         crowds=crowds,
     )
     masks = [grounding.initial, *(mask for pair in grounding.goal for mask in pair)]
     if not goal or len(grounding.objects) != width or max(masks) >> len(grounding.facts):
         raise ValueError("expected masks of the facts, and different names")
-    return grounding
+    if operators is None:
+        return Entry(grounding, None)
+    if not all(isinstance(packed, bytes) for packed in operators.values()):
+        raise ValueError("expected operators")
+    return Entry(grounding, StoredOperators(operators, names, len(grounding.facts)))
+
+
+def _pack_operators(found: Sequence[tuple[Operator, str]], number: Mapping[str, int]) -> bytes:
+    """Encode operators and commands for a `StoredBucket`."""
+    masks: dict[int, int] = {}
+
+    def mask(*all_bits: int) -> list[int]:
+        return [masks.setdefault(bits, len(masks)) for bits in all_bits]
+
+    conditions: tuple[list[int], list[int]] = [], []
+    rows = []
+    for operator, _ in found:
+        for column, at in zip(conditions, mask(operator.pos, operator.neg), strict=True):
+            column.append(at)
+        changes = mask(operator.add, operator.delete, operator.listed_add, operator.listed_delete)
+        args = [number[arg] for arg in operator.args]
+        effects = [mask(*effect) for effect in operator.conditional]
+        rows.append(msgpack.packb([operator.action, args, changes, effects]))
+    encoded = [bits.to_bytes((bits.bit_length() + 7) // 8) for bits in masks]
+    return bytes(msgpack.packb([encoded, conditions, rows, [command for _, command in found]]))
 
 
 def _natural(number: Any) -> int:
@@ -195,12 +327,12 @@ def _pack_atoms(atoms: Iterable[Atom], number: dict[str, int]) -> Iterator[list[
 
 
 def _unpack_atoms(runs: Iterable[Any], names: Sequence[str], domain: Domain) -> Iterator[Atom]:
-    for predicate, count, numbers in runs:
+    for predicate, count, given in runs:
         arity = domain.arities[predicate]
-        if count * arity != len(numbers) or (numbers and min(numbers) < 0):
+        if count * arity != len(given) or (given and min(given) < 0):
             raise ValueError(f"expected {count} facts of {predicate}")
         if not arity:
             yield from [Atom(predicate, ())] * count
             continue
-        args = [names[number] for number in numbers]
+        args = [names[number] for number in given]
         yield from map(functools.partial(Atom, predicate), zip(*[iter(args)] * arity))

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import random
 import time
+import zlib
+from collections.abc import Callable
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from sandboxgym.envs.alfworld import game as game_module
@@ -84,19 +88,16 @@ def test_a_damaged_entry_is_ignored_and_replaced(
         lambda parts: parts[7].clear(),
         lambda parts: parts.__setitem__(6, b"\xff" * 300),
         lambda parts: parts[8].pop("holds"),
+        lambda parts: parts[9].update({1: "text"}),
         lambda parts: parts.pop(),
     ],
-    ids=["predicate", "object", "negative", "type", "no goal", "wide mask", "fluents", "fields"],
+    ids=["predicate", "object", "negative", "type", "no goal", "wide mask", "fluents", "operators", "fields"],
 )
 def test_an_entry_that_does_not_fit_its_game_is_ignored(change: object, cache: GroundingCache) -> None:
-    import hashlib
-    import zlib
-
-    import msgpack
-
-    compile_game(0, cache)
+    for _ in range(2):
+        compile_game(0, cache)
     (path,) = entries(cache)
-    parts = msgpack.unpackb(zlib.decompress(path.read_bytes()[40:]))
+    parts = msgpack.unpackb(zlib.decompress(path.read_bytes()[40:]), strict_map_key=False)
     change(parts)  # type: ignore[operator]
     packed = zlib.compress(msgpack.packb(parts))
     path.write_bytes(path.read_bytes()[:8] + hashlib.sha256(packed).digest() + packed)
@@ -142,11 +143,55 @@ def test_the_entries_not_used_for_longest_go_first(tmp_path: Path) -> None:
     assert sorted(tmp_path.iterdir()) == sorted([paths[0], *paths[3:], *left[1:]])
 
 
-def test_a_library_uses_it_for_files_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", range(3))
+def test_operators_from_the_cache_are_those_that_are_instantiated(number: int, cache: GroundingCache) -> None:
+    plain = compile_game(number, None)
+    expected = [(operator, plain.command(operator)) for operator in plain.planner.all_operators()]
+    compile_game(number, cache)
+    for _ in range(2):  # written, and read
+        stored = compile_game(number, cache)
+        assert stored._stored is not None
+        commands = [
+            command
+            for bucket in stored.planner.buckets()
+            for command in stored.planner._bucket(bucket).commands  # the cache's own
+        ]
+        assert list(zip(stored.planner.all_operators(), commands, strict=True)) == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda masks, conditions, rows, commands: b"none",
+        lambda masks, conditions, rows, commands: [masks, conditions, rows],
+        lambda masks, conditions, rows, commands: [[b"\xff" * 300, *masks], conditions, rows, commands],
+        lambda masks, conditions, rows, commands: [masks, [[-1] * len(rows)] * 2, rows, commands],
+        lambda masks, conditions, rows, commands: [masks, conditions, rows[:-1], commands],
+        lambda masks, conditions, rows, commands: [masks, conditions, rows, [7] * len(rows)],
+        lambda masks, conditions, rows, commands: [masks, conditions, [b"\xc1"] * len(rows), commands],
+        lambda masks, conditions, rows, commands: [masks, conditions, [b"\x94\x01\x90\x90\x90"] * len(rows), commands],
+    ],
+    ids=["bytes", "fields", "wide mask", "negative", "rows", "commands", "row", "action"],
+)
+def test_stored_operators_that_do_not_fit_are_instantiated(
+    change: Callable[..., object], cache: GroundingCache, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(2):
+        compile_game(0, cache)
+    game, plain = compile_game(0, cache), compile_game(0, None)
+    assert game._stored is not None
+    packed = {key: msgpack.unpackb(value) for key, value in game._stored.packed.items()}
+    game._stored.packed = {key: msgpack.packb(change(*parts)) for key, parts in packed.items() if parts[2]}
+    with caplog.at_level(logging.WARNING, logger="sandboxgym"):
+        assert list(game.planner.all_operators()) == list(plain.planner.all_operators())
+        assert transcript(game) == transcript(plain)
+    assert "damaged" in caplog.text
+
+
+def test_a_library_uses_it_for_files_and_embedded_games(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SANDBOXGYM_CACHE", str(tmp_path / "cache"))
     file = tmp_path / "game.tw-pddl"
     file.write_bytes(generate_game("train", 900))
-    open_library("embedded").load(901)
-    assert not (tmp_path / "cache").exists()
-    open_library(file).load(0)
-    assert len(list((tmp_path / "cache" / "alfworld").iterdir())) == 1
+    for games, number in (("embedded", 1901), (file, 0)):
+        open_library(games).load(number)
+    assert len(list((tmp_path / "cache" / "alfworld").iterdir())) == 2

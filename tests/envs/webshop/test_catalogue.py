@@ -430,7 +430,7 @@ def test_what_a_killed_builder_leaves_is_removed_by_the_next(generated, tmp_path
     context = multiprocessing.get_context("fork")
     stores = tmp_path / "stores"
 
-    def hang(files, directory):
+    def hang(files, directory, told):
         (directory / "records.bin").write_bytes(b"half")
         time.sleep(600)
 

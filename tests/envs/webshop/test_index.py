@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +197,35 @@ def test_a_killed_builder_is_cleared_away(tmp_path: Path) -> None:
     index = build_on_disk(lambda: [("a", "red shoe")], tmp_path / "index", workers=1)
     assert [name for name, _ in index.search(["shoe"])] == ["a"]
     assert not staging.exists() and left_in(tmp_path) == {"index"}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda index: (index / "docs.npy").write_bytes((index / "docs.npy").read_bytes()[:-1]),
+        lambda index: (index / "meta.json").write_text("{"),
+        lambda index: (index / "meta.json").unlink(),
+        lambda index: (index / "gain.npy").unlink(),
+    ],
+    ids=["truncated", "no JSON", "no head", "file gone"],
+)
+def test_one_that_is_damaged_is_built_again(
+    damage: Callable[[Path], object], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    documents = odd_documents()
+    expected = build_on_disk(lambda: documents, tmp_path / "index", workers=1).search(["snow"])
+    damage(tmp_path / "index")
+    assert build_on_disk(lambda: documents, tmp_path / "index", workers=1).search(["snow"]) == expected
+    assert "damaged" in caplog.text
+
+
+def test_postings_are_moved_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(index_build, "_COMPACTED", 7)
+    rng = np.random.default_rng(0)
+    for size in (0, 1, 7, 50):
+        kept, docs = rng.random(size) < 0.6, rng.integers(100, size=size)
+        expected = docs[kept].tolist()
+        assert docs[: index_build._compact(kept, docs)].tolist() == expected
 
 
 def test_a_failure_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

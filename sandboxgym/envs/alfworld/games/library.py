@@ -396,8 +396,6 @@ def check_data(root: Path) -> list[str]:
 
 
 def _compile(ref: GameRef, cache: GroundingCache | None = None) -> Game:
-    if _is_embedded(ref):
-        cache = None  # compiled in the time that opening a file takes
     return Game.from_json(content_of(ref), name=ref.gamefile, task_type=ref.task_type, cache=cache)
 
 

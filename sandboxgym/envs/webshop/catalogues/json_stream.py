@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, TextIO
 
 from sandboxgym.envs.webshop.catalogues.product import CatalogueMalformed
 
@@ -18,14 +18,18 @@ _SPACE = re.compile(r"[ \t\n\r]*")
 _DECODER = json.JSONDecoder()
 
 
-def array_elements(path: Path) -> Iterator[tuple[int, Any]]:
+def array_elements(path: Path, *, told: Callable[[int], None] = lambda at: None) -> Iterator[tuple[int, Any]]:
     """Iterate over the array in a file: index and value of each element.
+
+    Args:
+        path: of the file.
+        told: called with the number of bytes that were read so far, now and then.
 
     Raises:
         CatalogueMalformed: at the element that cannot be read.
     """
     with path.open(encoding="utf-8") as file:
-        text = _Text(path, file)
+        text = _Text(path, file, told)
         text.expect("[", "at the start")
         index = 0
         more = not text.take("]")
@@ -65,8 +69,9 @@ def object_items(path: Path) -> Iterator[tuple[str, Any]]:
 class _Text:
     """A window that moves forward through a file."""
 
-    def __init__(self, path: Path, file: IO[str]) -> None:
+    def __init__(self, path: Path, file: TextIO, told: Callable[[int], None] = lambda at: None) -> None:
         self._path = path
+        self._told = told
         self._file = file
         self._window = ""
         self._at = 0
@@ -113,6 +118,7 @@ class _Text:
             raise CatalogueMalformed(f"{self._path}: expected UTF-8, found {error}") from error
         self._window = self._window[self._at :] + chunk
         self._at = 0
+        self._told(self._file.buffer.tell())
         return bool(chunk)
 
     def _found(self) -> str:

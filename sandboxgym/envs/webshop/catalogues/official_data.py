@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
@@ -77,15 +77,22 @@ def find_files(source: Path) -> OfficialFiles:
     return OfficialFiles(products, instructions, products.with_name(HUMAN))
 
 
-def read_products(files: OfficialFiles, instructions: Mapping[str, Any]) -> Iterator[Product]:
+def read_products(
+    files: OfficialFiles, instructions: Mapping[str, Any], *, told: Callable[[int], None] = lambda at: None
+) -> Iterator[Product]:
     """Read the products of an ``items_shuffle*.json``, with their instructions from ``items_ins_v2*.json``.
+
+    Args:
+        files: of the catalogue.
+        instructions: by asin, as `read_instructions` gives them.
+        told: see `array_elements`.
 
     Raises:
         CatalogueMalformed: at the record that is not as expected; also if the instructions are about other products.
     """
     number = 0
     without: list[str] = []
-    for product in make_products(array_elements(files.products), instructions, source=files.products):
+    for product in make_products(array_elements(files.products, told=told), instructions, source=files.products):
         number += 1
         if product.asin not in instructions:
             without.append(product.asin)

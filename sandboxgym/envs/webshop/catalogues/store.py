@@ -17,7 +17,7 @@ import logging
 import mmap
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from hashlib import sha256
 from pathlib import Path
@@ -179,12 +179,15 @@ class _Asins(Sequence[str]):
     __hash__ = None  # type: ignore[assignment]
 
 
-def open_store(files: OfficialFiles, directory: Path | None = None) -> StoredCatalogue:
+def open_store(
+    files: OfficialFiles, directory: Path | None = None, *, told: Callable[[int], None] = lambda at: None
+) -> StoredCatalogue:
     """Open the store of these files, building it if there is none: some minutes for all 1.18 million products.
 
     Args:
         files: of the catalogue.
         directory: where stores are kept, by default ``webshop`` under `sandboxgym.data.cache_dir`.
+        told: called with the number of bytes of the products' file that were read so far.
 
     Raises:
         CatalogueMalformed: a record is not as expected; the message names it.
@@ -194,8 +197,11 @@ def open_store(files: OfficialFiles, directory: Path | None = None) -> StoredCat
     store = parent / f"catalogue-{_key(files)}"
 
     def make(folder: Path) -> None:
-        logger.info("reading %s into %s: some minutes, once", files.products, store)
-        _build(files, folder)
+        command = f"sandboxgym webshop build {files.products}"
+        logger.warning(
+            "%s is read into %s: some minutes, once; `%s` shows how far it is", files.products, store, command
+        )
+        _build(files, folder, told)
 
     return made_once(store, make, look=lambda: _open(store, files))
 
@@ -216,7 +222,7 @@ def _open(store: Path, files: OfficialFiles) -> StoredCatalogue | None:
         return None
 
 
-def _build(files: OfficialFiles, directory: Path) -> None:
+def _build(files: OfficialFiles, directory: Path, told: Callable[[int], None]) -> None:
     instructions = _PackedRecords(read_instructions(files.instructions))
     columns = ColumnsBuilder()
     digest = sha256()
@@ -224,7 +230,7 @@ def _build(files: OfficialFiles, directory: Path) -> None:
     offsets = [0]
     categories, queries = _Codes(), _Codes()
     with (directory / _RECORDS).open("wb") as records:
-        for product in read_products(files, instructions):
+        for product in read_products(files, instructions, told=told):
             data = encode(product)
             records.write(data)
             digest.update(data)

@@ -6,12 +6,14 @@ What this module promises:
 2. `build` holds everything in memory. `build_on_disk` reads the documents as a stream, lets worker processes analyze
    them, and needs memory for the finished arrays and the vocabulary, about 1 kB per document.
 3. A directory appears complete or not at all. Of any number of processes that need the same index one builds it and the
-   others wait for it; if the builder is killed, another one removes its leftovers and starts again.
+   others wait for it; if the builder is killed, another one removes its leftovers and starts again. One that cannot be
+   used is built again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import subprocess
 import sys
@@ -30,9 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from sandboxgym.envs.webshop.retrieval import analysis
-from sandboxgym.envs.webshop.retrieval.index import EXHAUSTIVE, K1, META, B, Index, Strings
+from sandboxgym.envs.webshop.retrieval.index import EXHAUSTIVE, K1, B, Index, IndexCorrupt, Strings
 from sandboxgym.system import interpreter
 from sandboxgym.system.once import made_once
+
+logger = logging.getLogger("sandboxgym")
 
 Document = tuple[str, str]
 """A document's name and searchable text."""
@@ -45,6 +49,8 @@ DENSE = 8
 BATCH = 8_192
 """Number of documents sent to a worker at a time."""
 _REMEMBERED_CHUNKS = 1 << 20
+_COMPACTED = 1 << 20
+"""Number of postings that are moved at a time."""
 _DONE = b"done\n"
 
 
@@ -142,7 +148,11 @@ def build_on_disk(documents: Callable[[], Iterable[Document]], directory: Path, 
         _build_in(scratch, documents(), workers or min(4, os.cpu_count() or 1))
 
     def look() -> Index | None:
-        return Index.open(directory) if (directory / META).exists() else None
+        try:
+            return Index.open(directory) if directory.exists() else None
+        except (IndexCorrupt, OSError) as error:
+            logger.warning("%s is damaged and will be built again: %s", directory, error)
+            return None
 
     return made_once(directory, make, look=look, keep="index")
 
@@ -341,6 +351,7 @@ def _tiers(
             kept[rest] = False
             lower[term] = 0
     sizes = upper.astype(np.int64) + lower
+    size = _compact(kept, docs, codes)
     return {
         "starts": np.cumsum(sizes) - sizes,
         "upper": upper,
@@ -348,10 +359,26 @@ def _tiers(
         "highest": highest,
         "highest_lower": highest_lower,
         "row": row,
-        "docs": docs[kept],
-        "codes": codes[kept],
+        "docs": docs[:size],
+        "codes": codes[:size],
         "dense": np.array(rows, dtype=codes.dtype).reshape(len(rows), number),
     }
+
+
+def _compact(kept: NDArray[np.bool_], *columns: NDArray[Any]) -> int:
+    """Move the kept rows of columns to their start, in order and in place: a copy would take half a gigabyte.
+
+    Returns:
+        Number of the rows.
+    """
+    size = 0
+    for start in range(0, len(kept), _COMPACTED):
+        part = kept[start : start + _COMPACTED]
+        count = int(np.count_nonzero(part))
+        for column in columns:
+            column[size : size + count] = column[start : start + _COMPACTED][part]
+        size += count
+    return size
 
 
 _LENGTH_BITS = 32

@@ -14,7 +14,7 @@ import hashlib
 import os
 import pkgutil
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 from sandboxgym.data import cache_dir
@@ -105,13 +105,33 @@ def documents(catalogue: Catalogue) -> Iterable[Document]:
     return ((product.asin, indexed_text(product)) for product in catalogue.products())
 
 
+def build_index(catalogue: Catalogue, *, told: Callable[[int], None] = lambda done: None) -> Index:
+    """Open the index of a catalogue on disk, building it first if it is missing.
+
+    Args:
+        catalogue: whose products are searched.
+        told: called with the number of products whose texts were read so far.
+
+    Raises:
+        IndexingFailed, OSError: it cannot be built.
+    """
+
+    def counted() -> Iterator[Document]:
+        for number, document in enumerate(documents(catalogue)):
+            told(number)
+            yield document
+
+    directory = cache_dir() / "webshop" / catalogue.digest[:32]
+    return build_on_disk(counted, directory / f"index-{_code_digest()}")
+
+
 def _open(catalogue: Catalogue, backend: str) -> Search:
     directory = cache_dir() / "webshop" / catalogue.digest[:32]
     if backend == "bm25":
         check_installed()  # now, rather than at the first query that is not in ASCII
         if len(catalogue) <= IN_MEMORY:
             return BM25(build(documents(catalogue)))
-        return BM25(build_on_disk(lambda: documents(catalogue), directory / f"index-{_code_digest()}"))
+        return BM25(build_index(catalogue))
     if backend == "lucene":
         index = directory / f"lucene-{_code_digest()}"
         build_lucene(documents(catalogue), index)
