@@ -36,11 +36,11 @@ CHECKS = all_checks()
 PREREQUISITES = frozenset(id for check in CHECKS for id in check.after)
 suite_digest()  # once: every process of a run is a fork of one that has imported this
 NAMED = ("named",)
-"""In place of ids of checks: those of the mutant's ``killed_by``, see `hunt`."""
+"""Stands in place of ids of checks for those of the mutant's ``killed_by``, see `hunt`."""
 SEEDS_BUDGET = replace(
     Budget.named("quick"), traces=2, steps=30, repeats=20, forks=3, cycles=10, depth=10, samples=200, seconds=0.5
 )
-"""Of many runs of known-good environments: short ones."""
+"""Budget of many short runs of known-good environments."""
 Job = tuple[str, str | Budget, int, Collection[str] | None]
 """Name of a specimen, budget, seed, ids of checks (None: all; `NAMED`)."""
 

@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("bpo_ref", "sandboxgym", "sandboxgym_pytest", "tests", "pyproject.toml")
 IMPORTED = ("torch", "transformers", "accelerate", "transformers.models.llama", "peft", "tyro", "sandboxgym.tree")
 SECONDS = 900.0
-"""Of a mutant's tests: one that hangs is killed, in both senses."""
+"""Time limit of a mutant's tests: one that hangs is killed, in both senses."""
 
 LONGER = "mean_change or unbiased or planted or biases or variance or ranking or allotted or trains or run or resume"
 """Words in the names of fast tests that take a second and more: they are run if the others have passed."""

@@ -24,7 +24,7 @@ REASONS = (
     "neither actions nor reset options can be changed in place",
     "reset() looks up no options",
 )
-"""Why a check may be skipped."""
+"""Reasons for which a check may be skipped."""
 
 
 @pytest.mark.slow

@@ -30,12 +30,12 @@ class Mutant:
 
     name: str
     part: str
-    """Of `TESTS`."""
+    """Key of `TESTS`."""
     line: str
     """Text that is there once in ``bpo_ref``."""
     changed: str
     equivalent: str = ""
-    """Why no test can see it."""
+    """Reason why no test can see it; empty where one can."""
 
 
 def _mutants() -> Iterator[Mutant]:

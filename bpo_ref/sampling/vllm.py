@@ -37,7 +37,7 @@ SERVE = (
 )
 """Command that starts a server; FOLDER is what ``python -m bpo_ref.sampling.weights MODEL FOLDER`` writes."""
 SERVE_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 " + SERVE + " --enable-lora --max-lora-rank RANK"
-"""The same for adapters; RANK is ``lora_r``, or the next larger of 8, 16, 32, 64, 128, 256."""
+"""Command that starts a server for adapters; RANK is ``lora_r``, or the next larger of 8, 16, 32, 64, 128, 256."""
 DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
 """Without it a server does not let its weights be changed."""
 RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"

@@ -32,12 +32,12 @@ MIB = 2**20
 DISK = 8 * MIB
 FILES = 4000
 SECONDS = 4.0
-"""Of one command: long enough for the suite's own ones on a busy machine."""
+"""Time limit of one command: long enough for the suite's own ones on a busy machine."""
 DEEPEST = 3500
 """Bytes of a path that an archive is unpacked with."""
 TURNS = 60
 NEVER_MORE = 64 * MIB
-"""Where a mutant limits less than it should: what it writes stays bounded."""
+"""Bytes that a mutant may write which limits less than it should."""
 
 _NAMESPACES = ("--user", "--map-root-user", "--mount", "--uts", "--ipc", "--net", "--fork", "--kill-child", "--pid")
 _ENTERED = ("--user", "--mount", "--uts", "--ipc", "--net", "--pid")
@@ -75,7 +75,7 @@ class JailError(Exception):
 
 @functools.cache
 def why_unavailable() -> str:
-    """Why there can be no jail on this machine; empty if there can."""
+    """Reason why there can be no jail on this machine; empty if there can."""
     if missing := [name for name in ("unshare", "nsenter", "mount", "chroot", "tar") if not shutil.which(name)]:
         return f"there is no {missing[0]}"
     env = Jail()

@@ -70,7 +70,7 @@ class Command:
         return f"{FOLDER}/{self.number}"
 
     def twin(self) -> Command:
-        """The same command in a copy of the sandbox, not listened to."""
+        """Its counterpart in a copy of the sandbox: nobody listens to it yet."""
         made = Command(self.number, self.config, self.tag, self.takes_input, self.pid, self.holder)
         made.started.set()
         return made

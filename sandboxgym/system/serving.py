@@ -36,12 +36,12 @@ class Patience:
     """Time limits for clients, in seconds, and a bound on their number."""
 
     headers: float = 15.0
-    """For request line and headers."""
+    """Seconds for the request line and the headers."""
     body: float = 30.0
-    """For the body, plus one second for each `rate` bytes."""
+    """Seconds for the body, and one more for each `rate` bytes."""
     rate: int = 16 * 2**10
     answer: float = 60.0
-    """For taking more of an answer."""
+    """Seconds in which a client must take more of an answer."""
     connections: int = 1000
 
 

@@ -19,9 +19,9 @@ class Costs:
     """Processor seconds of an owner."""
 
     per_message: float
-    """For sending a message and reading its answer."""
+    """Seconds for sending a message and reading its answer."""
     per_step: float
-    """For the step of one environment in it."""
+    """Seconds for the step of one environment in a message."""
 
 
 @dataclass(frozen=True, slots=True)

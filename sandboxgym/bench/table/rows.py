@@ -277,7 +277,7 @@ def _files(options: Options) -> Iterator[Pair]:
 
 
 def _committed(options: Options) -> Iterator[Pair]:
-    """The same against Docker: commit, a container of the committed image, a command in it."""
+    """Snapshot, restore and a command after files were written, against Docker: commit and a container of the image."""
     from sandboxgym.bench.sandbox import docker
 
     with _container(options), _sandbox() as sandbox:

@@ -138,7 +138,7 @@ def forget_starts() -> None:
 
 
 def _begun(start: Start, task: HarborTask, settings: Settings) -> Start:
-    """The same start with a shell in it, as the first command finds it, and what its state is called."""
+    """A start with a shell in it, as the first command finds it, and the digest of that state."""
     with start.box(task, settings) as box:
         box.restore(start.snapshot)
         box.execute(":")
