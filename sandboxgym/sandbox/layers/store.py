@@ -23,6 +23,7 @@ from pathlib import Path
 
 from sandboxgym.sandbox.base import RootFS, SandboxClosed, SandboxFull
 from sandboxgym.sandbox.layers.disk import usage
+from sandboxgym.system import directories
 
 FILES, WORK = "files", "work"
 """Parts of a layer's directory: the written files, and overlayfs's scratch directory."""
@@ -118,6 +119,7 @@ class LayerStore:
         self._lock = threading.Lock()
         self.merged: weakref.WeakValueDictionary[tuple[Path, ...], Layer] = weakref.WeakValueDictionary()
         (directory / "layers").mkdir()
+        directories.spread(str(directory / "layers"))
 
     def check_room(self, nbytes: int = 0) -> None:
         """Raise `SandboxFull` while the disk is nearly full.
