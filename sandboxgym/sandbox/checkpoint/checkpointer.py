@@ -80,7 +80,7 @@ class CriuCheckpointer(base.Checkpointer):
         return preflight.obstacles(backend.container.pid, shell.pid, network=backend.network)
 
     def capture(self, shell: Shell) -> tuple[OverlayTree, CriuCheckpoint]:
-        """Capture the live container, which continues as a copy of itself; see `capture.snapshot`."""
+        """Capture the live container, which continues, or a copy in its place; see `capture.snapshot`."""
         try:
             return capture.snapshot(self._backend, shell, self._prepared(), obstacles=lambda: self.obstacles(shell))
         except CriuError as error:

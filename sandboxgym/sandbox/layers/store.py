@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxgym.sandbox.base import RootFS, SandboxClosed, SandboxFull
-from sandboxgym.sandbox.layers.disk import usage
+from sandboxgym.sandbox.layers.disk import extent, usage
 from sandboxgym.system import directories
 
 FILES, WORK = "files", "work"
@@ -82,6 +82,10 @@ class Layer:
         if self._nbytes is None:
             self._nbytes = usage(str(self.files))
         return self._nbytes
+
+    def extent(self, files: int, nbytes: int) -> int | None:
+        """Bytes on disk of a layer that is written to; None if it has more than so many entries or bytes."""
+        return extent(str(self.files), files, nbytes)
 
     def dress(self, below: Path) -> None:
         """Give the root directory the owner, mode and time of the one that it will hide."""
