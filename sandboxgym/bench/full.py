@@ -4,8 +4,8 @@ sandboxgym bench full [--repeats 12] [--forks 40] [--nested 60] [--image IMAGE]
     [--write docs/results/details/full-snapshots.md]
 
 Times are wall-clock: fastest, median and 95th percentile in milliseconds. A snapshot is timed until the sandbox has
-answered its next command; a fork and a restore until they have answered their first one. The text under "What the
-numbers say" is kept when a page is rewritten.
+answered its next command, in turns with another sandbox that each snapshot replaces by a copy; a fork and a restore
+until they have answered their first one. The text under "What the numbers say" is kept when a page is rewritten.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import cast
 
 from sandboxgym.bench.sandbox import Times, memory_of, why_no_docker
 from sandboxgym.bench.tools import page
-from sandboxgym.sandbox.overlay.backend import OverlayBackend, criu_checkpointer
+from sandboxgym.sandbox.overlay.backend import REPLACED, OverlayBackend, criu_checkpointer
 from sandboxgym.sandbox.sandbox import LAZY_PAGES, Sandbox, make_sandbox
 
 LONG = 300.0
@@ -52,6 +52,8 @@ class Row:
     capture: Times = field(default_factory=Times)
     """Time until the processes are captured, during most of which they are stopped."""
     snapshot: Times = field(default_factory=Times)
+    replaced: Times = field(default_factory=Times)
+    """Time of a snapshot that replaces the sandbox by a copy of it, until the copy has answered."""
     fork: Times = field(default_factory=Times)
     files: Times = field(default_factory=Times)
     """Time of a snapshot of files and shell in the same sandbox, which loses the processes."""
@@ -64,9 +66,18 @@ class Row:
 def measure(command: str, repeats: int, *, lazy_pages: int | None = LAZY_PAGES) -> Row:
     """Measure one workload."""
     row = Row()
-    with make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox:
+    with (
+        make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox,
+        make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as replaced,
+    ):
+        cast(OverlayBackend, replaced.backend).copied = REPLACED
         do(sandbox, command)
+        do(replaced, command)
         for _ in range(repeats):
+            with row.replaced.one():
+                snap = replaced.snapshot(strict=True)
+                do(replaced, "true")
+            snap.release()
             with row.snapshot.one():
                 snap = sandbox.snapshot(strict=True)
                 do(sandbox, "true")
@@ -187,9 +198,9 @@ def docker(image: str, repeats: int) -> tuple[Times, Times]:
 def works(repeats: int) -> tuple[list[str], dict[str, Row]]:
     """Make the table of the costs of each workload, and its rows by name."""
     lines = [
-        "| ms, min / p50 / p95 | captured | snapshot, sandbox goes on | fork | MiB | files only: snapshot | "
-        "files only: restore | replayed | fork to replay |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| ms, min / p50 / p95 | captured | snapshot, sandbox goes on | a copy takes its place | ratio | fork | MiB | "
+        "files only: snapshot | files only: restore | replayed | fork to replay |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     ways: list[tuple[str, str, int | None]] = [
         (name, command, LAZY_PAGES) for name, command in WORKS.items() if name != LARGE
@@ -198,9 +209,10 @@ def works(repeats: int) -> tuple[list[str], dict[str, Row]]:
     rows: dict[str, Row] = {}
     for name, command, lazy_pages in ways:
         row = rows[name] = measure(command, repeats, lazy_pages=lazy_pages)
-        ratio = row.replay.median / row.fork.median
+        ratio, left = row.replay.median / row.fork.median, row.snapshot.median / row.replaced.median
         lines.append(
-            f"| {name} | {row.capture} | {row.snapshot} | {row.fork} | {row.nbytes / 2**20:.1f} | {row.files} | "
+            f"| {name} | {row.capture} | {row.snapshot} | {row.replaced} | {left:.2f} | {row.fork} | "
+            f"{row.nbytes / 2**20:.1f} | {row.files} | "
             f"{row.files_fork} | {row.replay} | 1 : {ratio:.1f} |"
         )
     return lines, rows

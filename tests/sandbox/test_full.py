@@ -22,6 +22,7 @@ from sandboxgym.errors import SnapshotMismatch, SnapshotNotSupported
 from sandboxgym.sandbox.base import CONTROL, SandboxFull, SandboxUnavailable, SnapshotLossy
 from sandboxgym.sandbox.checkpoint import capture, criu
 from sandboxgym.sandbox.layers.store import OverlayTree
+from sandboxgym.sandbox.overlay.backend import REPLACED
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 pytestmark = [
@@ -79,9 +80,6 @@ def everywhere() -> Iterator[Callable[[Sandbox], list[Sandbox]]]:
 
 
 Everywhere = Callable[[Sandbox], list[Sandbox]]
-
-REPLACED = (-1, 0)
-"""A limit within which no sandbox's writes are: it is replaced by a copy of itself."""
 
 
 def container(sandbox: Sandbox) -> Any:

@@ -120,7 +120,7 @@ def test_the_memory_of_two_forks(make: Maker, fork: Fork) -> None:
     assert [typed(child, DIGEST) for child in children] == [digest, digest]
     typed(children[0], "x = b''\n")
     assert typed(children[1], DIGEST) == typed(box, DIGEST) == digest
-    assert box_of(box).pages < 0  # only forks get it so: until the sandbox itself has it all, the old one must stay
+    assert box_of(box).pages < 0  # only forks get it so: it was left running
 
 
 @pytest.mark.parametrize("lazy_pages", [None, 2**30])

@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 
 COPIED = (250, 32 * 2**20)
 """By default: with more, starting a copy of the processes takes less time than copying what they wrote."""
+REPLACED = (-1, 0)
+"""Nothing is copied: for benchmarks and tests."""
 _DEFAULT_LIMITS = Limits()
 _STOPPING = 3.0  # seconds in which all processes must have stopped, where there is no group to freeze
 _LOOKS = 3  # in a row that must find nothing running: a chain of short processes may slip through one
