@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -174,9 +175,7 @@ def _restored(
 
 
 def _begin_to_bring(backend: OverlayBackend, image: Image, target: RestoreTarget) -> int:
-    return backend.runtime.bring_pages(
-        target.program, target.container, layer=image.path, images=image.files, work=target.work
-    )
+    return backend.runtime.bring_pages(target.container, layer=image.path, images=image.files, work=target.work)
 
 
 def _mount(backend: OverlayBackend, below: OverlayTree, container: Container) -> None:
@@ -198,6 +197,8 @@ def await_pages(container: Container) -> None:
     """
     if container.pages < 0:
         return
+    with contextlib.suppress(OSError):  # all is there already, or will never be: which reading tells
+        os.write(container.pages, b"+")
     if not readable(container.pages, SECONDS):
         raise CriuError(f"the memory of the processes was not complete after {SECONDS:.0f} s")
     complete = os.read(container.pages, 1) == DONE
