@@ -36,13 +36,14 @@ WORKS = {
     "a Python of 13 MB": _HOLD.format(size=5),
     "an http.server": _SERVE,
     "a tree of 7 processes": _TREE + _SERVE,
+    "a process of 64 MiB": _HOLD.format(size=64),
     "a process of 200 MB": _HOLD.format(size=190),
 }
 """Workloads that run when the snapshot is taken, as bash commands that return once the workload runs."""
-TREE, LARGE = "a tree of 7 processes", "a process of 200 MB"
+TREE, MIDDLE, LARGE = "a tree of 7 processes", "a process of 64 MiB", "a process of 200 MB"
 CAPTURED, LIVE, FORK, LARGE_FORK = 40.0, 80.0, 60.0, 80.0
 """Limits in milliseconds of medians: until the tree is captured, until it continues, for a fork of it, and for a
-fork of the large process with its memory loaded on demand."""
+fork of the large process with its memory brought as it is touched."""
 
 
 @dataclass
@@ -131,15 +132,27 @@ def ask(sandbox: Sandbox, text: str) -> str:
     return answer.output
 
 
-def at_once(command: str, number: int, repeats: int, *, threads: int) -> Times:
-    """Time of many forks, all alive, until each has answered, started by some threads."""
+def at_once(
+    command: str, number: int, repeats: int, *, threads: int, lazy_pages: int | None = LAZY_PAGES
+) -> tuple[Times, float]:
+    """Time of many forks, all alive, until each has answered, started by some threads; and MiB that each takes."""
     times = Times()
-    with make_sandbox("overlay", snapshot="full") as sandbox, ThreadPoolExecutor(threads) as pool:
+    with (
+        make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox,
+        ThreadPoolExecutor(threads) as pool,
+    ):
         do(sandbox, command)
         for _ in range(repeats):
-            with forks(sandbox, number) as children, times.one():
-                list(pool.map(do, children, ["true"] * number))
-    return times
+            with forks(sandbox, number) as children:
+                with times.one():
+                    list(pool.map(do, children, ["true"] * number))
+                share = _share(children)
+    return times, share
+
+
+def _share(sandboxes: Sequence[Sandbox]) -> float:
+    """MiB that each of several sandboxes takes: the proportional share of all its processes."""
+    return memory_of([cast(OverlayBackend, one.backend) for one in sandboxes])[0] / len(sandboxes) / 2**20
 
 
 @contextmanager
@@ -177,7 +190,7 @@ def memory(command: str, number: int) -> float:
         with forks(sandbox, number) as children:
             for child in children:
                 do(child, "true")
-            return memory_of([cast(OverlayBackend, child.backend) for child in children])[0] / number / 2**20
+            return _share(children)
 
 
 def docker(image: str, repeats: int) -> tuple[Times, Times]:
@@ -203,9 +216,9 @@ def works(repeats: int) -> tuple[list[str], dict[str, Row]]:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     ways: list[tuple[str, str, int | None]] = [
-        (name, command, LAZY_PAGES) for name, command in WORKS.items() if name != LARGE
+        (name, command, LAZY_PAGES) for name, command in WORKS.items() if name not in (MIDDLE, LARGE)
     ]
-    ways += [(f"{LARGE}, as a whole", WORKS[LARGE], None), (f"{LARGE}, bit by bit", WORKS[LARGE], LAZY_PAGES)]
+    ways += [(f"{LARGE}, as a whole", WORKS[LARGE], None), (f"{LARGE}, as it is touched", WORKS[LARGE], LAZY_PAGES)]
     rows: dict[str, Row] = {}
     for name, command, lazy_pages in ways:
         row = rows[name] = measure(command, repeats, lazy_pages=lazy_pages)
@@ -225,7 +238,7 @@ def bounds(rows: dict[str, Row]) -> list[str]:
         (f"{TREE}, captured", CAPTURED, rows[TREE].capture),
         (f"{TREE}, the sandbox goes on", LIVE, rows[TREE].snapshot),
         (f"{TREE}, fork", FORK, rows[TREE].fork),
-        (f"{LARGE}, fork, bit by bit", LARGE_FORK, rows[f"{LARGE}, bit by bit"].fork),
+        (f"{LARGE}, fork, as it is touched", LARGE_FORK, rows[f"{LARGE}, as it is touched"].fork),
     ):
         told = "kept" if times.median * 1e3 <= most else "more"
         lines.append(f"| {what} | {most:.0f} | {times.median * 1e3:.1f} | {told} |")
@@ -236,8 +249,11 @@ def many(repeats: int, length: int, number: int) -> list[str]:
     """Make the table of many forks and of chains, with the memory of a live fork."""
     lines = ["| | ms, min / p50 / p95 |", "|---|---|"]
     for how, threads in (("one after another", 1), ("at once", 8)):
-        lines.append(f"| 8 forks of the tree, {how} | {at_once(WORKS[TREE], 8, repeats, threads=threads)} |")
-    for how, least in (("as a whole", None), ("bit by bit", LAZY_PAGES)):
+        lines.append(f"| 8 forks of the tree, {how} | {at_once(WORKS[TREE], 8, repeats, threads=threads)[0]} |")
+    for how, least in (("as a whole", None), ("as it is touched", LAZY_PAGES)):
+        times, share = at_once(WORKS[MIDDLE], 20, repeats, threads=20, lazy_pages=least)
+        lines.append(f"| 20 forks of {MIDDLE}, at once, {how}: {share:.1f} MiB each | {times} |")
+    for how, least in (("as a whole", None), ("as it is touched", LAZY_PAGES)):
         lines.append(f"| a fork until it has read its 190 MiB, {how} | {until_read(190, repeats, lazy_pages=least)} |")
     for quarter, times in enumerate(chain(WORKS["an http.server"], length), 1):
         lines.append(f"| {length} snapshots in a row, each restored, an http.server, quarter {quarter} | {times} |")

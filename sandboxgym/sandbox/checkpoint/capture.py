@@ -175,7 +175,7 @@ def _replaced(
     left = backend.part()
     try:
         session = shell.session()
-        # As a whole, and not bit by bit as a fork may be: the stopped processes are ended when this is done.
+        # As a whole, and not as it is touched, as a fork may be: the stopped processes are ended when this is done.
         process = revive(backend, tree, image, target)
     except BaseException as error:
         backend.settle(container, below)

@@ -50,7 +50,7 @@ class CriuCheckpointer(base.Checkpointer):
 
     @staticmethod
     def why_not_lazy() -> str | None:
-        """Reason why captured memory can only be restored as a whole here; None if also page by page."""
+        """Reason why captured memory can only be restored as a whole here; None if also as it is touched."""
         program = criu.find()
         return None if program is not None and criu.brings_pages(program) else criu.NO_PAGES
 
@@ -117,7 +117,7 @@ def _main() -> int:
     if program is None:
         print("; ".join(criu.failures()))
         return 1
-    memory = "bit by bit" if criu.brings_pages(program) else f"as a whole, for {criu.NO_PAGES}"
+    memory = "as it is touched" if criu.brings_pages(program) else f"as a whole, for {criu.NO_PAGES}"
     print(f"version {criu.version(program)} at {program}; much memory is restored {memory}")
     return 0
 
