@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import struct
@@ -64,29 +65,29 @@ class Simulated:
         self.memory: Memory
         self.busy = False
 
-    def serve(self, memory: Memory) -> None:
-        self.memory = memory
-        memory._ask = self.ask  # type: ignore[method-assign]
-
     def tell(self, event: int, *values: int) -> None:
         os.write(self.writer, struct.pack("=BxxxxxxxQQQ", event, *values, *[0] * (3 - len(values))))
         self.busy = event != FAULT
 
-    def ask(self, request: int, content: bytes) -> tuple[int, int]:
+    def ioctl(self, request: int, answer: bytearray, draw: random.Random) -> None:
         if request == userfaults._WAKE:
-            return 0, 0
+            return
         if self.busy:
-            raise userfaults.Changing
-        target, source, length, *_ = struct.unpack("=QQQQq", content.ljust(40, b"\0"))
+            answer[-8:] = (-errno.EAGAIN).to_bytes(8, "little", signed=True)
+            raise OSError(errno.EAGAIN, "reports are waiting")
+        target, source, length, *_ = struct.unpack("=QQQQq", answer.ljust(40, b"\0"))
         if request == userfaults._ZERO:
             assert self.belongs.get(target) is None
             self.there[target] = None
-            return 0, PAGE
+            return
         done = 0
-        while done < length and target + done not in self.there and target + done in self.belongs:
+        most = draw.choice([length, PAGE, 3 * PAGE])  # it may stop anywhere
+        while done < min(length, most) and target + done not in self.there and target + done in self.belongs:
             self.there[target + done] = (source - SOURCE + done) // PAGE
             done += PAGE
-        return (0, length) if done == length else (11, done) if done else (17, -17)
+        answer[-8:] = (done or -errno.EEXIST).to_bytes(8, "little", signed=True)
+        if done < length:
+            raise OSError(errno.EAGAIN if done else errno.EEXIST, "a part")
 
     def close(self) -> None:
         os.close(self.reader)
@@ -99,7 +100,7 @@ def draw(request: pytest.FixtureRequest) -> random.Random:
 
 
 @pytest.fixture
-def processes(draw: random.Random) -> Iterator[list[Simulated]]:
+def processes(draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Simulated]]:
     """One process with three ranges."""
     belongs: dict[int, int | None] = {}
     ranges = []
@@ -108,7 +109,13 @@ def processes(draw: random.Random) -> Iterator[list[Simulated]]:
         ranges.append((base * PAGE, (base + size) * PAGE, offset * PAGE))
         belongs |= {(base + at) * PAGE: offset + at for at in range(size)}
     made = [Simulated(belongs)]
-    made[0].serve(Memory(made[0].reader, ranges, SOURCE))
+    made[0].memory = Memory(made[0].reader, ranges, SOURCE)
+
+    def ioctl(descriptor: int, request: int, answer: bytearray, mutate: bool) -> None:
+        (one,) = (one for one in made if one.reader == descriptor)
+        one.ioctl(request, answer, draw)
+
+    monkeypatch.setattr(userfaults.fcntl, "ioctl", ioctl)
     yield made
     for one in made:
         one.close()
@@ -145,13 +152,18 @@ def test_each_page_gets_what_belongs_there(processes: list[Simulated], draw: ran
             child = Simulated(dict(one.belongs), dict(one.there))
             one.tell(FORK, child.reader)
             processes.append(child)
-        if one.busy and one.memory.waiting:
+        forked = one.memory.read()
+        if one.memory.waiting and draw.random() < 0.5:  # the next report comes before the page is brought
+            other = draw.choice(sorted(one.belongs))
+            one.tell(REMOVE, other, other + PAGE)
+            one.there.pop(other, None)
+            one.belongs[other] = None
             with pytest.raises(userfaults.Changing):
                 one.memory.bring_waiting()
-        forked = one.memory.read()
+            one.memory.read()
         one.busy = False
         if event == FORK and forked:
-            processes[-1].serve(forked[0])
+            processes[-1].memory = forked[0]
         one.memory.bring_waiting()
         if event == FAULT and low in one.belongs:
             assert low in one.there
