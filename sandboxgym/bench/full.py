@@ -132,10 +132,8 @@ def ask(sandbox: Sandbox, text: str) -> str:
     return answer.output
 
 
-def at_once(
-    command: str, number: int, repeats: int, *, threads: int, lazy_pages: int | None = LAZY_PAGES
-) -> tuple[Times, float]:
-    """Time of many forks, all alive, until each has answered, started by some threads; and MiB that each takes."""
+def at_once(command: str, number: int, repeats: int, *, threads: int, lazy_pages: int | None = LAZY_PAGES) -> Times:
+    """Time of many forks, all alive, until each has answered, started by some threads."""
     times = Times()
     with (
         make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox,
@@ -143,16 +141,9 @@ def at_once(
     ):
         do(sandbox, command)
         for _ in range(repeats):
-            with forks(sandbox, number) as children:
-                with times.one():
-                    list(pool.map(do, children, ["true"] * number))
-                share = _share(children)
-    return times, share
-
-
-def _share(sandboxes: Sequence[Sandbox]) -> float:
-    """MiB that each of several sandboxes takes: the proportional share of all its processes."""
-    return memory_of([cast(OverlayBackend, one.backend) for one in sandboxes])[0] / len(sandboxes) / 2**20
+            with forks(sandbox, number) as children, times.one():
+                list(pool.map(do, children, ["true"] * number))
+    return times
 
 
 @contextmanager
@@ -183,14 +174,14 @@ def chain(command: str, length: int) -> list[Times]:
     return quarters
 
 
-def memory(command: str, number: int) -> float:
+def memory(command: str, number: int, *, lazy_pages: int | None = LAZY_PAGES) -> float:
     """MiB that a live fork takes: the proportional share of all its processes."""
-    with make_sandbox("overlay", snapshot="full") as sandbox:
+    with make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox:
         do(sandbox, command)
         with forks(sandbox, number) as children:
             for child in children:
                 do(child, "true")
-            return _share(children)
+            return memory_of([cast(OverlayBackend, child.backend) for child in children])[0] / number / 2**20
 
 
 def docker(image: str, repeats: int) -> tuple[Times, Times]:
@@ -249,9 +240,10 @@ def many(repeats: int, length: int, number: int) -> list[str]:
     """Make the table of many forks and of chains, with the memory of a live fork."""
     lines = ["| | ms, min / p50 / p95 |", "|---|---|"]
     for how, threads in (("one after another", 1), ("at once", 8)):
-        lines.append(f"| 8 forks of the tree, {how} | {at_once(WORKS[TREE], 8, repeats, threads=threads)[0]} |")
+        lines.append(f"| 8 forks of the tree, {how} | {at_once(WORKS[TREE], 8, repeats, threads=threads)} |")
     for how, least in (("as a whole", None), ("as it is touched", LAZY_PAGES)):
-        times, share = at_once(WORKS[MIDDLE], 20, repeats, threads=20, lazy_pages=least)
+        times = at_once(WORKS[MIDDLE], 20, repeats, threads=20, lazy_pages=least)
+        share = memory(WORKS[MIDDLE], 20, lazy_pages=least)
         lines.append(f"| 20 forks of {MIDDLE}, at once, {how}: {share:.1f} MiB each | {times} |")
     for how, least in (("as a whole", None), ("as it is touched", LAZY_PAGES)):
         lines.append(f"| a fork until it has read its 190 MiB, {how} | {until_read(190, repeats, lazy_pages=least)} |")
