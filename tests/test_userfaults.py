@@ -172,5 +172,6 @@ def test_each_page_gets_what_belongs_there(processes: list[Simulated], draw: ran
     for one in processes:
         while one.memory.ranges:
             one.memory.bring_more()
+        assert one.memory.left == 0
         wanted = {page: content for page, content in one.belongs.items() if content is not None}
         assert {page: one.there.get(page) for page in wanted} == wanted

@@ -7,7 +7,8 @@ each process. The kernel then reports every touch of a page that is not there, a
    up to `MOST`. Who touches little gets little; the image itself lies in memory once, however many read it.
 2. The kernel also reports forks and what becomes of ranges: moved, unmapped, given up. Until such a report is read it
    refuses to copy, so that no page comes to where it no longer belongs.
-3. A process whose pages are all there is served no longer. `Server.complete` brings what is left.
+3. What is left of a process is brought at once when it is no more than `SMALL`: the kernel reports nothing of a process
+   that has it all, and so delays none of its forks. `Server.complete` brings what is left of each.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ import struct
 
 FIRST, MOST = 1 << 16, 1 << 21
 """Bytes that are brought at once."""
+SMALL = 1 << 22
+"""Bytes of a process that are not left to be touched."""
 SOCKET = "lazy-pages.socket"
 
 _PAGE = mmap.PAGESIZE
@@ -31,6 +34,10 @@ _FINISHED = 0x52535446
 _FAULT, _FORK, _REMAP, _REMOVE, _UNMAP = range(0x12, 0x17)
 _COPY, _ZERO, _WAKE = 0xC028AA03, 0xC020AA04, 0x8010AA02
 _MESSAGE = 32
+_NOWHERE = 1 << 16
+"""The lowest address that a process can have a mapping at, and has none."""
+_SWEEP = 64
+"""Number of processes at which it is looked for ended ones first."""
 _PARENT, _LAZY, _PRESENT = 1, 2, 4  # flags of an entry in a map of pages
 _NUMBER, _ADDRESS, _OLD_COUNT, _IN_PARENT, _FLAGS, _COUNT = 1, 1, 2, 3, 4, 5  # fields of its messages
 
@@ -100,6 +107,8 @@ class Memory:
     def __init__(self, descriptor: int, ranges: list[Range], source: int) -> None:
         self.descriptor = descriptor
         self.ranges = ranges
+        self.left = sum(end - start for start, end, _ in ranges)
+        """Bytes that are not there yet."""
         self.source = source
         self.waiting: list[int] = []
         """Addresses of touched pages."""
@@ -126,6 +135,7 @@ class Memory:
                     for start, end, o in self._cut(first, first + third)
                 ]
                 self.ranges = sorted([*self.ranges, *moved])
+                self.left += sum(end - start for start, end, _ in moved)
         return forked
 
     def bring_waiting(self) -> None:
@@ -155,6 +165,13 @@ class Memory:
         """
         start, end, _ = self.ranges[0]
         self._copy(start, min(end, start + MOST), start)
+
+    def ended(self) -> bool:
+        """True if the process has ended, or executed another program: the kernel does not report that."""
+        try:
+            return self._ask(_ZERO, struct.pack("=QQQq", _NOWHERE, _PAGE, 0, 0))[0] == errno.ESRCH
+        except Changing:
+            return False
 
     def _copy(self, low: int, high: int, wanted: int) -> None:
         """Bring the pages of a part of one range, of which one may be waited for."""
@@ -205,6 +222,7 @@ class Memory:
             if b < end:
                 kept.append((b, end, offset + b - start))
         self.ranges[first:last] = kept
+        self.left -= sum(end - start for start, end, _ in cut)
         return cut
 
 
@@ -227,6 +245,7 @@ class Server:
         self._criu: _socket.socket | None = None
         self._restored = False
         self._memories: dict[int, Memory] = {}
+        self._sweep = _SWEEP
         self._sources: dict[int, tuple[mmap.mmap, int]] = {}
 
     def serve(self, control: int, *ends: int) -> bool:
@@ -244,8 +263,7 @@ class Server:
             poll.register(descriptor, select.POLLIN)
         again = False
         while not (self._restored and not self._memories):
-            more = again or (self.complete and self._restored)
-            events = poll.poll(0 if more else None)
+            events = poll.poll(0 if again else None)
             again = False
             for descriptor, _ in events:
                 if descriptor in ends:
@@ -268,15 +286,23 @@ class Server:
             for descriptor, memory in list(self._memories.items()):
                 try:
                     memory.bring_waiting()
-                    if self.complete and self._restored and memory.ranges:
+                    if memory.ranges and self._restored and (self.complete or memory.left <= SMALL):
                         memory.bring_more()
+                        again = True
                 except Changing:
                     again = True
                 if self._restored and not memory.ranges and not memory.waiting:
-                    poll.unregister(descriptor)
-                    os.close(descriptor)  # from now on the kernel itself brings zeros
-                    del self._memories[descriptor]
+                    self._forget(descriptor, poll)  # from now on the kernel itself brings zeros
+            if len(self._memories) > self._sweep:
+                for descriptor in [number for number, memory in self._memories.items() if memory.ended()]:
+                    self._forget(descriptor, poll)
+                self._sweep = 2 * len(self._memories) + _SWEEP
         return True
+
+    def _forget(self, descriptor: int, poll: select.poll) -> None:
+        poll.unregister(descriptor)
+        os.close(descriptor)
+        del self._memories[descriptor]
 
     def _hear(self, poll: select.poll) -> bool:
         """Hear CRIU tell of a process, or that all are restored; False if it will tell no more."""

@@ -182,6 +182,15 @@ def test_memory_that_nobody_touches_is_not_brought(make: Maker, fork: Fork) -> N
         assert typed(child, DIGEST) == typed(box, DIGEST)
 
 
+def test_processes_that_come_and_go_are_forgotten(make: Maker, fork: Fork) -> None:
+    child = fork(make())
+    (server,) = bringers()
+    program = "for _ in range(300):\n    pid = os.fork()\n    if pid == 0: os._exit(x[0] * 0)\n    os.waitpid(pid, 0)\n"
+    typed(child, f"exec({program!r})\n")
+    assert len(os.listdir(f"/proc/{server}/fd")) < 250
+    assert resident(child) < 30e6
+
+
 def resident(sandbox: Sandbox) -> int:
     """Bytes of memory of the processes of a sandbox that are there, by proportional share."""
     backend: Any = sandbox.backend
