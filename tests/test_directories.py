@@ -12,6 +12,7 @@ import pytest
 from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - fixture
 
 from sandboxgym.sandbox.layers import disk
+from sandboxgym.sandbox.layers.store import LayerStore
 from sandboxgym.system import directories, run_directories
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="trees are walked by descriptors elsewhere")
@@ -193,3 +194,27 @@ def test_flags_keep_root_from_nothing(tmp_path: Path, flag: str) -> None:
         for path in reversed(marked):
             with contextlib.suppress(FileNotFoundError):
                 subprocess.run(["chattr", flag.replace("+", "-"), path], capture_output=True)
+
+
+def test_layers_are_placed_each_by_itself_where_a_file_system_can(tmp_path: Path) -> None:
+    (tmp_path / "store").mkdir()
+    LayerStore(tmp_path / "store", remove=list)
+    layers = tmp_path / "store/layers"
+    shown = subprocess.run(["lsattr", "-d", layers], capture_output=True, text=True)
+    if subprocess.run(["chattr", "+T", tmp_path], capture_output=True).returncode:
+        assert "T" not in shown.stdout.partition(" ")[0]  # and nobody minds
+    else:
+        assert "T" in shown.stdout.partition(" ")[0]
+
+
+def test_the_extent_of_a_layer_is_known_within_limits_only(tmp_path: Path) -> None:
+    assert disk.extent(str(tmp_path), 0, 0) == 0
+    assert disk.extent(str(tmp_path), -1, 0) is None
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/full").write_bytes(b"1" * 10_000)
+    with (tmp_path / "hole").open("wb") as file:
+        file.truncate(1 << 30)
+    found = disk.extent(str(tmp_path), 3, 1 << 20)
+    assert found is not None and 10_000 <= found < 1 << 20
+    assert disk.extent(str(tmp_path), 2, 1 << 20) is None
+    assert disk.extent(str(tmp_path), 3, 9_999) is None

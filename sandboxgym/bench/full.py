@@ -4,8 +4,8 @@ sandboxgym bench full [--repeats 12] [--forks 40] [--nested 60] [--image IMAGE]
     [--write docs/results/details/full-snapshots.md]
 
 Times are wall-clock: fastest, median and 95th percentile in milliseconds. A snapshot is timed until the sandbox has
-answered its next command; a fork and a restore until they have answered their first one. The text under "What the
-numbers say" is kept when a page is rewritten.
+answered its next command, in turns with another sandbox that each snapshot replaces by a copy; a fork and a restore
+until they have answered their first one. The text under "What the numbers say" is kept when a page is rewritten.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import cast
 
 from sandboxgym.bench.sandbox import Times, memory_of, why_no_docker
 from sandboxgym.bench.tools import page
-from sandboxgym.sandbox.overlay.backend import OverlayBackend, criu_checkpointer
+from sandboxgym.sandbox.overlay.backend import REPLACED, OverlayBackend, criu_checkpointer
 from sandboxgym.sandbox.sandbox import LAZY_PAGES, Sandbox, make_sandbox
 
 LONG = 300.0
@@ -36,13 +36,14 @@ WORKS = {
     "a Python of 13 MB": _HOLD.format(size=5),
     "an http.server": _SERVE,
     "a tree of 7 processes": _TREE + _SERVE,
+    "a process of 64 MiB": _HOLD.format(size=64),
     "a process of 200 MB": _HOLD.format(size=190),
 }
 """Workloads that run when the snapshot is taken, as bash commands that return once the workload runs."""
-TREE, LARGE = "a tree of 7 processes", "a process of 200 MB"
+TREE, MIDDLE, LARGE = "a tree of 7 processes", "a process of 64 MiB", "a process of 200 MB"
 CAPTURED, LIVE, FORK, LARGE_FORK = 40.0, 80.0, 60.0, 80.0
 """Limits in milliseconds of medians: until the tree is captured, until it continues, for a fork of it, and for a
-fork of the large process with its memory loaded on demand."""
+fork of the large process with its memory brought as it is touched."""
 
 
 @dataclass
@@ -52,6 +53,8 @@ class Row:
     capture: Times = field(default_factory=Times)
     """Time until the processes are captured, during most of which they are stopped."""
     snapshot: Times = field(default_factory=Times)
+    replaced: Times = field(default_factory=Times)
+    """Time of a snapshot that replaces the sandbox by a copy of it, until the copy has answered."""
     fork: Times = field(default_factory=Times)
     files: Times = field(default_factory=Times)
     """Time of a snapshot of files and shell in the same sandbox, which loses the processes."""
@@ -64,9 +67,18 @@ class Row:
 def measure(command: str, repeats: int, *, lazy_pages: int | None = LAZY_PAGES) -> Row:
     """Measure one workload."""
     row = Row()
-    with make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox:
+    with (
+        make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox,
+        make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as replaced,
+    ):
+        cast(OverlayBackend, replaced.backend).copied = REPLACED
         do(sandbox, command)
+        do(replaced, command)
         for _ in range(repeats):
+            with row.replaced.one():
+                snap = replaced.snapshot(strict=True)
+                do(replaced, "true")
+            snap.release()
             with row.snapshot.one():
                 snap = sandbox.snapshot(strict=True)
                 do(sandbox, "true")
@@ -120,10 +132,13 @@ def ask(sandbox: Sandbox, text: str) -> str:
     return answer.output
 
 
-def at_once(command: str, number: int, repeats: int, *, threads: int) -> Times:
+def at_once(command: str, number: int, repeats: int, *, threads: int, lazy_pages: int | None = LAZY_PAGES) -> Times:
     """Time of many forks, all alive, until each has answered, started by some threads."""
     times = Times()
-    with make_sandbox("overlay", snapshot="full") as sandbox, ThreadPoolExecutor(threads) as pool:
+    with (
+        make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox,
+        ThreadPoolExecutor(threads) as pool,
+    ):
         do(sandbox, command)
         for _ in range(repeats):
             with forks(sandbox, number) as children, times.one():
@@ -159,9 +174,9 @@ def chain(command: str, length: int) -> list[Times]:
     return quarters
 
 
-def memory(command: str, number: int) -> float:
+def memory(command: str, number: int, *, lazy_pages: int | None = LAZY_PAGES) -> float:
     """MiB that a live fork takes: the proportional share of all its processes."""
-    with make_sandbox("overlay", snapshot="full") as sandbox:
+    with make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox:
         do(sandbox, command)
         with forks(sandbox, number) as children:
             for child in children:
@@ -187,20 +202,21 @@ def docker(image: str, repeats: int) -> tuple[Times, Times]:
 def works(repeats: int) -> tuple[list[str], dict[str, Row]]:
     """Make the table of the costs of each workload, and its rows by name."""
     lines = [
-        "| ms, min / p50 / p95 | captured | snapshot, sandbox goes on | fork | MiB | files only: snapshot | "
-        "files only: restore | replayed | fork to replay |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| ms, min / p50 / p95 | captured | snapshot, sandbox goes on | a copy takes its place | ratio | fork | MiB | "
+        "files only: snapshot | files only: restore | replayed | fork to replay |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     ways: list[tuple[str, str, int | None]] = [
-        (name, command, LAZY_PAGES) for name, command in WORKS.items() if name != LARGE
+        (name, command, LAZY_PAGES) for name, command in WORKS.items() if name not in (MIDDLE, LARGE)
     ]
-    ways += [(f"{LARGE}, as a whole", WORKS[LARGE], None), (f"{LARGE}, bit by bit", WORKS[LARGE], LAZY_PAGES)]
+    ways += [(f"{LARGE}, as a whole", WORKS[LARGE], None), (f"{LARGE}, as it is touched", WORKS[LARGE], LAZY_PAGES)]
     rows: dict[str, Row] = {}
     for name, command, lazy_pages in ways:
         row = rows[name] = measure(command, repeats, lazy_pages=lazy_pages)
-        ratio = row.replay.median / row.fork.median
+        ratio, left = row.replay.median / row.fork.median, row.snapshot.median / row.replaced.median
         lines.append(
-            f"| {name} | {row.capture} | {row.snapshot} | {row.fork} | {row.nbytes / 2**20:.1f} | {row.files} | "
+            f"| {name} | {row.capture} | {row.snapshot} | {row.replaced} | {left:.2f} | {row.fork} | "
+            f"{row.nbytes / 2**20:.1f} | {row.files} | "
             f"{row.files_fork} | {row.replay} | 1 : {ratio:.1f} |"
         )
     return lines, rows
@@ -213,7 +229,7 @@ def bounds(rows: dict[str, Row]) -> list[str]:
         (f"{TREE}, captured", CAPTURED, rows[TREE].capture),
         (f"{TREE}, the sandbox goes on", LIVE, rows[TREE].snapshot),
         (f"{TREE}, fork", FORK, rows[TREE].fork),
-        (f"{LARGE}, fork, bit by bit", LARGE_FORK, rows[f"{LARGE}, bit by bit"].fork),
+        (f"{LARGE}, fork, as it is touched", LARGE_FORK, rows[f"{LARGE}, as it is touched"].fork),
     ):
         told = "kept" if times.median * 1e3 <= most else "more"
         lines.append(f"| {what} | {most:.0f} | {times.median * 1e3:.1f} | {told} |")
@@ -225,7 +241,11 @@ def many(repeats: int, length: int, number: int) -> list[str]:
     lines = ["| | ms, min / p50 / p95 |", "|---|---|"]
     for how, threads in (("one after another", 1), ("at once", 8)):
         lines.append(f"| 8 forks of the tree, {how} | {at_once(WORKS[TREE], 8, repeats, threads=threads)} |")
-    for how, least in (("as a whole", None), ("bit by bit", LAZY_PAGES)):
+    for how, least in (("as a whole", None), ("as it is touched", LAZY_PAGES)):
+        times = at_once(WORKS[MIDDLE], 20, repeats, threads=20, lazy_pages=least)
+        share = memory(WORKS[MIDDLE], 20, lazy_pages=least)
+        lines.append(f"| 20 forks of {MIDDLE}, at once, {how}: {share:.1f} MiB each | {times} |")
+    for how, least in (("as a whole", None), ("as it is touched", LAZY_PAGES)):
         lines.append(f"| a fork until it has read its 190 MiB, {how} | {until_read(190, repeats, lazy_pages=least)} |")
     for quarter, times in enumerate(chain(WORKS["an http.server"], length), 1):
         lines.append(f"| {length} snapshots in a row, each restored, an http.server, quarter {quarter} | {times} |")

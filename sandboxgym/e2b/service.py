@@ -36,8 +36,6 @@ DEFAULT_TEMPLATE = "base"
 """Template of a sandbox whose creator names none."""
 THREADS = 16
 """Threads that work on sandboxes at one time."""
-LAZY_PAGES = 256 * 2**20
-"""Bytes of captured memory from which on copies get it page by page: one fork is sooner there, many take longer."""
 _LETTERS = string.ascii_lowercase + string.digits
 _PREPARE = (
     f"mkdir -p {HOME} {FOLDER} /etc/profile.d; "
@@ -269,7 +267,6 @@ class Service:
                         limits=self.limits,
                         network=self.network,
                         snapshot=mode,
-                        lazy_pages=LAZY_PAGES,
                     )
                 except (SandboxError, OSError, ValueError) as error:
                     reasons.append(f"{backend} ({mode}): {error}")

@@ -92,7 +92,7 @@ class Sandbox:
         snapshot: what snapshots hold beside files and the shell's state: nothing (``"filesystem"``); running processes
             with all that they have (``"full"``, for a backend with a `Checkpointer`); or these only where more runs
             than the idle shell (``"auto"``).
-        lazy_pages: bytes of captured memory from which on a copy gets it bit by bit while it runs, so that it starts
+        lazy_pages: bytes of captured memory from which on a copy gets it as it touches it, so that it starts
             after the same short time whatever its size; None: never. Where the kernel cannot do that it is restored as
             a whole, which the backend's capabilities tell.
 

@@ -39,6 +39,8 @@ _PAUSE = 0.05
 _GETFLAGS, _SETFLAGS = 0x80086601, 0x40086602
 _UNCHANGEABLE = 0x10 | 0x20
 """The flags of ``chattr +i`` and ``chattr +a``."""
+_SPREAD = 0x20000
+"""The flag of ``chattr +T``: ext4 places each subdirectory, with its files, by itself."""
 
 
 class _Level:
@@ -325,7 +327,7 @@ def _gone(name: str, above: int, delete: Any) -> OSError | None:
 def _free(name: str, above: int) -> None:
     """Make an entry deletable: by the mode of its directory, and by the flags of both."""
     mode = os.fstat(above).st_mode
-    _change_freely(above)
+    _flag(above, off=_UNCHANGEABLE)
     if mode & stat.S_IRWXU != stat.S_IRWXU:
         os.fchmod(above, stat.S_IRWXU)
     if stat.S_IFMT(os.stat(name, dir_fd=above, follow_symlinks=False).st_mode) in (stat.S_IFREG, stat.S_IFDIR):
@@ -333,17 +335,35 @@ def _free(name: str, above: int) -> None:
             descriptor = os.open(name, _FOLDER & ~getattr(os, "O_DIRECTORY", 0), dir_fd=above)
         except OSError:
             return
-        _change_freely(descriptor)
+        _flag(descriptor, off=_UNCHANGEABLE)
         os.close(descriptor)
 
 
-def _change_freely(descriptor: int) -> None:
-    """Clear the flags that keep even root from deleting, where this process may and the file system has them."""
+def spread(path: str) -> None:
+    """Have each subdirectory made in a directory placed by itself, where the file system has a flag for that.
+
+    Without a journal, ext4 looks at every inode deleted within the last minutes before it uses another one of the same
+    region: files of a subdirectory elsewhere are made several times as fast.
+
+    Args:
+        path: of the directory, of this user.
+    """
+    if fcntl is None:
+        return
+    descriptor = os.open(path, _FOLDER)
+    try:
+        _flag(descriptor, on=_SPREAD)
+    finally:
+        os.close(descriptor)
+
+
+def _flag(descriptor: int, *, on: int = 0, off: int = 0) -> None:
+    """Set and clear flags of ``chattr``, where this process may and the file system has them."""
     if fcntl is None:
         return
     try:
         flags = int.from_bytes(fcntl.ioctl(descriptor, _GETFLAGS, bytes(4)), "little")
-        if flags & _UNCHANGEABLE:
-            fcntl.ioctl(descriptor, _SETFLAGS, (flags & ~_UNCHANGEABLE).to_bytes(4, "little"))
+        if (flags & ~off) | on != flags:
+            fcntl.ioctl(descriptor, _SETFLAGS, ((flags & ~off) | on).to_bytes(4, "little"))
     except OSError:
         pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import re
@@ -20,6 +21,8 @@ from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixtu
 from sandboxgym.errors import SnapshotMismatch, SnapshotNotSupported
 from sandboxgym.sandbox.base import CONTROL, SandboxFull, SandboxUnavailable, SnapshotLossy
 from sandboxgym.sandbox.checkpoint import capture, criu
+from sandboxgym.sandbox.layers.store import OverlayTree
+from sandboxgym.sandbox.overlay.backend import REPLACED
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 pytestmark = [
@@ -77,6 +80,20 @@ def everywhere() -> Iterator[Callable[[Sandbox], list[Sandbox]]]:
 
 
 Everywhere = Callable[[Sandbox], list[Sandbox]]
+
+
+def container(sandbox: Sandbox) -> Any:
+    backend: Any = sandbox.backend
+    return backend.container
+
+
+@pytest.fixture(params=["left running", "replaced"])
+def both(request: pytest.FixtureRequest, box: Sandbox) -> Sandbox:
+    """The sandbox, in both ways of capturing its processes."""
+    if request.param == "replaced":
+        backend: Any = box.backend
+        backend.copied = REPLACED
+    return box
 
 
 def said(sandbox: Sandbox, command: str) -> str:
@@ -306,14 +323,14 @@ COUNTER = "i=0; while :; do i=$((i + 1)); echo $i >>/tmp/log; done &"
 GAPS = "awk 'NR != $1' /tmp/log | head -3; tail -n 1 /tmp/log"
 
 
-def test_files_and_processes_are_of_one_instant(box: Sandbox, everywhere: Everywhere) -> None:
-    said(box, COUNTER)
+def test_files_and_processes_are_of_one_instant(both: Sandbox, everywhere: Everywhere) -> None:
+    said(both, COUNTER)
     counts: list[list[int]] = []
     for _ in range(5):
-        copies = everywhere(box)
+        copies = everywhere(both)
         for one in copies:  # until each of them has written more
             said(one, "n=$(wc -l </tmp/log); until (( $(wc -l </tmp/log) > n + 10 )); do sleep 0.02; done")
-        # Neither a number missing nor one twice, in the parent, which has been replaced each time, and in the forks.
+        # Neither a number missing nor one twice, in the parent, whether it was replaced or not, and in the forks.
         counts.append([int(said(one, GAPS)) for one in copies])
     assert all(later[2] > sooner[2] for sooner, later in itertools.pairwise(counts))
 
@@ -355,10 +372,45 @@ def test_a_snapshot_is_restored_in_any_order(box: Sandbox) -> None:
 
 def test_a_chain_of_snapshots(box: Sandbox) -> None:
     said(box, "sleep 1000 & exec 7>>/tmp/log")
+    backend: Any = box.backend
+    counts = []
     for number in range(60):
         said(box, f"echo {number} >&7; echo {number} >/tmp/{number}")
-        box.snapshot(strict=True).release()
+        snap = box.snapshot(strict=True)
+        assert isinstance(snap.tree, OverlayTree)
+        depth = len(snap.tree.layers)
+        snap.release()
+        if number in (2, 59):
+            backend.runtime.settle()
+            open_here, layers = len(os.listdir("/proc/self/fd")), len(os.listdir(backend.runtime.directory / "layers"))
+            inside = said(box, "fds=(/proc/$$/fd/*) pids=(/proc/[0-9]*); echo ${#fds[@]} ${#pids[@]}")
+            counts.append((depth, open_here, layers, inside))
+    assert counts[0] == counts[1]
     assert said(box, "wc -l </tmp/log; ls /tmp | wc -l; jobs -pr | wc -l") == "60\n61\n1\n"
+
+
+def test_a_sandbox_that_wrote_little_is_left_running(box: Sandbox, everywhere: Everywhere) -> None:
+    said(box, "sleep 1000 & echo 1 >/tmp/kept; git init -q /tmp/r; cd /tmp/r; touch f; git add f")
+    before, status = container(box), said(box, "stat -c '%i %z' /tmp/kept")
+    children = everywhere(box)[:2]
+    assert container(box) is before
+    assert said(box, "stat -c '%i %z' /tmp/kept; ls -a /tmp | grep -c link_remap") == f"{status}0\n"
+    for child in children:
+        # A copy has a later time of change, which git takes note of once.
+        assert said(child, "git diff-files --name-only; git status --porcelain; git diff-files") == "f\nA  f\n"
+
+
+@pytest.mark.parametrize("written", ["for i in {1..300}; do : >/tmp/$i; done", "head -c 40000000 /dev/zero >/tmp/1"])
+def test_a_sandbox_that_wrote_much_is_replaced_once(box: Sandbox, everywhere: Everywhere, written: str) -> None:
+    said(box, f"sleep 1000 & {written}; cksum /tmp/* >/tmp/sums")
+    before = container(box)
+    copies = everywhere(box)
+    after = container(box)
+    assert after is not before
+    for one in copies:
+        assert said(one, "cksum /tmp/[1-9]* | cmp - /tmp/sums; jobs -pr | wc -l") == "1\n"
+    box.snapshot(strict=True).release()
+    assert container(box) is after
 
 
 def test_many_forks_at_once(box: Sandbox) -> None:
@@ -382,21 +434,28 @@ def test_each_fork_has_its_own_time_limit(box: Sandbox, everywhere: Everywhere) 
 # What is done where it cannot be captured
 
 
-def test_if_the_copy_fails_the_sandbox_goes_on(box: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    said(box, "sleep 1000 & sleep 2000 & stopped=$!; kill -STOP $stopped; x=1; " + COUNTER)
+@pytest.mark.parametrize("frozen", [True, False])
+def test_if_the_copy_fails_the_sandbox_goes_on(both: Sandbox, monkeypatch: pytest.MonkeyPatch, frozen: bool) -> None:
+    box = both
+    stopped = "" if frozen else "kill -STOP $stopped; "  # then CRIU stops the others by itself
+    said(box, f"sleep 1000 & sleep 2000 & stopped=$!; {stopped}x=1; " + COUNTER)
 
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise SandboxUnavailable("made to fail")
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "made to fail")
 
     with monkeypatch.context() as patch:
         patch.setattr(capture, "revive", fails)
+        patch.setattr(capture, "copy_layer", full)
         snap = box.snapshot()
         assert "made to fail" in snap.lossy[0]
         assert snap.checkpoint is None
         with pytest.raises(SnapshotLossy, match="made to fail"):
             box.snapshot(strict=True)
     snap.release()
-    assert said(box, "echo $x $(jobs -p | wc -l) $(grep -c ') T' /proc/$stopped/stat)") == "1 3 1\n"
+    assert said(box, "echo $x $(jobs -p | wc -l) $(grep -c ') T' /proc/$stopped/stat)") == f"1 3 {int(not frozen)}\n"
     said(box, "n=$(wc -l </tmp/log); until (( $(wc -l </tmp/log) > n + 10 )); do sleep 0.02; done")
     assert said(box, GAPS).count("\n") == 1
     box.snapshot(strict=True).release()

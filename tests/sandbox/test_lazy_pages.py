@@ -1,4 +1,4 @@
-"""Forks of large processes, whose memory is loaded page by page while they run."""
+"""Forks of large processes, whose memory is loaded page by page as they touch it."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixtu
 
 from sandboxgym.sandbox.base import SandboxClosed
 from sandboxgym.sandbox.checkpoint import criu
+from sandboxgym.sandbox.checkpoint.restore import await_pages
 from sandboxgym.sandbox.overlay.processes import readable
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
@@ -89,7 +90,7 @@ def box_of(sandbox: Sandbox) -> Any:
 
 
 def bringers() -> set[int]:
-    """The processes of CRIU's that bring memory to a box of this process."""
+    """The processes that bring memory to a box of this process."""
     found = set()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -120,7 +121,7 @@ def test_the_memory_of_two_forks(make: Maker, fork: Fork) -> None:
     assert [typed(child, DIGEST) for child in children] == [digest, digest]
     typed(children[0], "x = b''\n")
     assert typed(children[1], DIGEST) == typed(box, DIGEST) == digest
-    assert box_of(box).pages < 0  # only forks get it so: until the sandbox itself has it all, the old one must stay
+    assert box_of(box).pages < 0  # only forks get it so: it was left running
 
 
 @pytest.mark.parametrize("lazy_pages", [None, 2**30])
@@ -156,13 +157,48 @@ def test_what_it_is_brought_from_stays_until_it_is_there(make: Maker) -> None:
     place = snap.checkpoint.image.path
     box.restore(snap)
     snap.release()
-    pages = box_of(box).pages
+    backend: Any = box.backend
+    assert typed(box, DIGEST) == digest
+    assert place.exists()
+    await_pages(box_of(box))
     deadline = time.monotonic() + LONG
     while place.exists():
         assert time.monotonic() < deadline
         time.sleep(0.002)
-    assert readable(pages, 0)
-    assert typed(box, DIGEST) == digest
+    assert not bringers()
+    assert backend.live and typed(box, DIGEST) == digest
+
+
+def test_memory_that_nobody_touches_is_not_brought(make: Maker, fork: Fork) -> None:
+    box = make()
+    children = [fork(box), fork(box)]
+    assert [typed(child, "len(x)\n") for child in children] == ["100000000\n>>> "] * 2
+    assert resident(box) > 100e6
+    assert [resident(child) < 30e6 for child in children] == [True, True]
+    assert typed(children[0], "x[50 * 10**6:] == x[50 * 10**6:]\n") == "True\n>>> "
+    assert 50e6 < resident(children[0]) < 220e6
+    assert resident(children[1]) < 30e6
+    for child in children:
+        assert typed(child, DIGEST) == typed(box, DIGEST)
+
+
+def test_processes_that_come_and_go_are_forgotten(make: Maker, fork: Fork) -> None:
+    child = fork(make())
+    (server,) = bringers()
+    program = "for _ in range(300):\n    pid = os.fork()\n    if pid == 0: os._exit(x[0] * 0)\n    os.waitpid(pid, 0)\n"
+    typed(child, f"exec({program!r})\n")
+    assert len(os.listdir(f"/proc/{server}/fd")) < 250
+    assert resident(child) < 30e6
+
+
+def resident(sandbox: Sandbox) -> int:
+    """Bytes of memory of the processes of a sandbox that are there, by proportional share."""
+    backend: Any = sandbox.backend
+    total = 0
+    for info in backend.processes():
+        text = Path(f"/proc/{info.pid}/smaps_rollup").read_text()
+        total += int(re.findall(r"^Pss: +(\d+) kB", text, re.MULTILINE)[0]) * 1024
+    return total
 
 
 def test_memory_that_is_given_up_moved_or_copied_meanwhile(make: Maker, fork: Fork) -> None:

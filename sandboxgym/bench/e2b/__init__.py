@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = [
         (f"one snapshot with the process of {size} MiB", whole[0]),
         (f"{number} forks in this process, memory as a whole", whole[1]),
-        (f"{number} forks in this process, memory page by page", bits[1]),
+        (f"{number} forks in this process, memory as it is touched", bits[1]),
         (f"`sandbox.fork(count={number})` of E2B's library, until it returns", served[0]),
         ("the same, until each copy has run a command", served[1]),
     ]

@@ -128,6 +128,9 @@ class AgentBox:
         if before is not None and isinstance(tree, OverlayTree) and tree.layers:
             below, _, seen = before.key.partition("/")
             frozen = look(tree.layers[0].files, below) if seen else before
+            if snapshot.checkpoint is not None and (frozen is None or frozen.key != before.key):
+                # The layer is a copy, and the sandbox went on: what has not been written to by now was not before.
+                frozen = self.sandbox.written()
             if frozen is not None and frozen.key == before.key and (known := self._recall(before.key)) is not None:
                 self.know(snapshot, known)
         return snapshot

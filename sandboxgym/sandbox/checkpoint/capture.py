@@ -1,15 +1,18 @@
 """Snapshots of a container's files and running processes at one instant, which any number of copies continue from.
 
 1. The container is frozen, where it has a control group for that and none of its processes is stopped; then the shell
-   and all its descendants are stopped and captured by CRIU (`capture`), and stay stopped. The layer they wrote to holds
-   its state of that instant, and becomes part of the tree as in any other snapshot.
-2. The captured container itself is replaced by a new one (``restore.py``), for its layer is frozen now; only then the
-   stopped processes are ended. If that fails, `resume` lets them continue, and nothing was lost.
-3. CRIU's images (``image.py``) are kept in the store of layers, held and given back like a layer.
+   and all its descendants are stopped and captured by CRIU (`capture`).
+2. Where the container has written little since its start (`OverlayBackend.copied`), its layer is copied before CRIU
+   lets the processes go: they continue as if nothing had been, and the copy becomes part of the tree.
+3. Where it has written more, the processes stay stopped. The layer they wrote to becomes part of the tree as it is, and
+   the container is replaced by a new one (``restore.py``), for its layer is frozen now; only then the stopped processes
+   are ended. If that fails, `resume` lets them continue, and nothing was lost. The next snapshot is of the first kind.
+4. CRIU's images (``image.py``) are kept in the store of layers, held and given back like a layer.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -30,10 +33,11 @@ from sandboxgym.sandbox.checkpoint.image import (
     images_of,
 )
 from sandboxgym.sandbox.checkpoint.restore import RestoreTarget, await_pages, revive
+from sandboxgym.sandbox.layers.squash import copy_layer
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.overlay.mounts import BIND_PLACE, DEV_PLACE, EMPTY_PLACE, NOTHING_PLACE, attached_points
 from sandboxgym.sandbox.overlay.processes import descendants, offspring, send, state
-from sandboxgym.sandbox.shell.session import Shell, number_inside
+from sandboxgym.sandbox.shell.session import Shell, ShellSession, number_inside
 
 if TYPE_CHECKING:
     from sandboxgym.sandbox.overlay.backend import OverlayBackend
@@ -80,7 +84,7 @@ class Capturer:
 def snapshot(
     backend: OverlayBackend, shell: Shell, program: str, *, obstacles: Callable[[], tuple[str, ...]] = tuple
 ) -> tuple[OverlayTree, CriuCheckpoint]:
-    """Capture files and processes of a live container at one instant; the container continues as a copy of itself.
+    """Capture files and processes of a live container at one instant; it continues, or a copy in its place.
 
     Args:
         backend: with a live container.
@@ -101,11 +105,16 @@ def snapshot(
     await_pages(container)
     _freeze(container)
     try:
-        with Capturer(backend, program) as capturer, RestoreTarget(backend, program) as target:
+        store = backend.runtime.store
+        written = container.layer.extent(*backend.copied)
+        with Capturer(backend, program) as capturer, contextlib.ExitStack() as stack:
+            target = stack.enter_context(RestoreTarget(backend, program)) if written is None else None
             if found := obstacles():
                 raise NotCaptured(found)
-            backend.runtime.store.check_room((container.group.memory() if container.group else None) or 0)
-            return _captured(backend, shell, leader, capturer, target)
+            store.check_room(((container.group.memory() if container.group else None) or 0) + (written or 0))
+            if target is None:
+                return _left_running(backend, shell, leader, capturer)
+            return _replaced(backend, shell, leader, capturer, target)
     except SandboxUnavailable as error:
         raise CriuError(str(error)) from error
     finally:
@@ -132,9 +141,30 @@ def _waits_in(pid: int) -> str:
         return ""
 
 
-def _captured(
+def _left_running(
+    backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer
+) -> tuple[OverlayTree, CriuCheckpoint]:
+    """Capture processes that go on, with a copy of the layer they write to."""
+    container, below, store = backend.container, backend.below, backend.runtime.store
+    assert container is not None and below is not None
+    layer, sessions = store.new(), list[ShellSession]()
+
+    def stopped() -> None:
+        copy_layer(container.layer, layer, rootless=backend.rootless)
+        sessions.append(shell.session())
+
+    try:
+        image = capture(backend, capturer, leader, leave_running=True, stopped=stopped)
+        tree = OverlayTree(store, backend.rootfs, (layer, *below.layers), rootless=backend.rootless)
+        return tree, CriuCheckpoint(image, *sessions)
+    finally:
+        store.drop([layer])
+
+
+def _replaced(
     backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer, target: RestoreTarget
 ) -> tuple[OverlayTree, CriuCheckpoint]:
+    """Capture processes that a copy takes the place of, with the layer they wrote to."""
     container, below = backend.container, backend.below
     assert container is not None and below is not None
     jobs = stopped_jobs(leader)
@@ -145,7 +175,7 @@ def _captured(
     left = backend.part()
     try:
         session = shell.session()
-        # As a whole, and not bit by bit as a fork may be: the stopped processes are ended when this is done.
+        # As a whole, and not as it is touched, as a fork may be: the stopped processes are ended when this is done.
         process = revive(backend, tree, image, target)
     except BaseException as error:
         backend.settle(container, below)
@@ -160,16 +190,25 @@ def _captured(
     return tree, CriuCheckpoint(image, session)
 
 
-def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
-    """Stop the processes of a live container and write them to images. They stay stopped.
+def capture(
+    backend: OverlayBackend,
+    capturer: Capturer,
+    leader: int,
+    *,
+    leave_running: bool = False,
+    stopped: Callable[[], None] = lambda: None,
+) -> Image:
+    """Stop the processes of a live container and write them to images.
 
     Args:
         backend: with a live container.
         capturer: in it.
         leader: the shell, as the host numbers it.
+        leave_running: let them go then; else they stay stopped.
+        stopped: called when all is written, while all are stopped.
 
     Raises:
-        CriuError: it cannot be done; the processes continue, as if nothing had been tried.
+        CriuError: it cannot be done, or ``stopped`` failed; the processes continue, as if nothing had been tried.
     """
     mounts = _foreign_mounts(backend, leader)
     images, layer = capturer.images, capturer.layer
@@ -178,9 +217,11 @@ def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
         "images_dir": os.fspath(images),
         "log_file": "dump.log",
         "pid": _inside(leader),
-        "leave_stopped": True,  # so that `resume` can undo the capture
-        # An open file that lost the name it was opened by, but has another, gets a link beside it: it lies in the
-        # layer, which is frozen with it.
+        "leave_running": leave_running,
+        "leave_stopped": not leave_running,  # so that `resume` can undo the capture
+        "notify_scripts": True,
+        # An open file that lost the name it was opened by, but has another, gets a link beside it, in the layer. It is
+        # removed after the notification, if the processes are left running.
         "link_remap": True,
         "ghost_limit": GHOST_LIMIT,
         # Watches of inotify are captured by file handles, which an overlay without nfs_export cannot open: CRIU then
@@ -192,22 +233,32 @@ def capture(backend: OverlayBackend, capturer: Capturer, leader: int) -> Image:
     container = backend.container
     if container is not None and container.group is not None and container.frozen:
         options["freeze_cgroup"] = os.fspath(container.group.folders["freezer"])
+    last_pid = 0
+
+    def notified(script: str) -> None:
+        nonlocal last_pid
+        if script != "post-dump":
+            return
+        try:
+            last_pid = max(map(_inside, (leader, *(info.pid for info in offspring(leader)))))
+            copy_control(backend.control, control_of(layer.path))
+            stopped()
+        except (OSError, SandboxError) as error:
+            raise CriuError(f"what the processes wrote could not be copied: {error}") from error
+
     try:
         began = time.monotonic()
-        capturer.criu.ask(DUMP, options)
-        seconds = time.monotonic() - began
-        members = [leader, *(info.pid for info in offspring(leader))]
+        capturer.criu.ask(DUMP, options, notified=notified)
         content = Content(
             leader=_inside(leader),
-            last_pid=max(map(_inside, members)),
+            last_pid=last_pid,
             mounts=mounts,
             resident=sum(file.stat().st_size for file in images.glob("pages-*.img")),
-            seconds=seconds,
+            seconds=time.monotonic() - began,
         )
-        copy_control(backend.control, control_of(layer.path))
         return Image(backend.runtime.store, layer, content)
     except BaseException as error:
-        if not isinstance(error, CriuError):
+        if not (leave_running or isinstance(error, CriuError)):
             resume(backend)
         raise
 

@@ -50,7 +50,7 @@ class CriuCheckpointer(base.Checkpointer):
 
     @staticmethod
     def why_not_lazy() -> str | None:
-        """Reason why captured memory can only be restored as a whole here; None if also page by page."""
+        """Reason why captured memory can only be restored as a whole here; None if also as it is touched."""
         program = criu.find()
         return None if program is not None and criu.brings_pages(program) else criu.NO_PAGES
 
@@ -80,7 +80,7 @@ class CriuCheckpointer(base.Checkpointer):
         return preflight.obstacles(backend.container.pid, shell.pid, network=backend.network)
 
     def capture(self, shell: Shell) -> tuple[OverlayTree, CriuCheckpoint]:
-        """Capture the live container, which continues as a copy of itself; see `capture.snapshot`."""
+        """Capture the live container, which continues, or a copy in its place; see `capture.snapshot`."""
         try:
             return capture.snapshot(self._backend, shell, self._prepared(), obstacles=lambda: self.obstacles(shell))
         except CriuError as error:
@@ -117,7 +117,7 @@ def _main() -> int:
     if program is None:
         print("; ".join(criu.failures()))
         return 1
-    memory = "bit by bit" if criu.brings_pages(program) else f"as a whole, for {criu.NO_PAGES}"
+    memory = "as it is touched" if criu.brings_pages(program) else f"as a whole, for {criu.NO_PAGES}"
     print(f"version {criu.version(program)} at {program}; much memory is restored {memory}")
     return 0
 

@@ -99,9 +99,9 @@ def why_unavailable() -> str | None:
 
 @functools.cache
 def brings_pages(program: str) -> bool:
-    """True if this CRIU can restore memory lazily, page by page while the processes run.
+    """True if this CRIU can restore memory lazily, as the processes touch it.
 
-    The kernel's ``userfaultfd`` must tell it of memory that is moved, given up or copied by a fork meanwhile.
+    The kernel's ``userfaultfd`` must tell of memory that is moved, given up or copied by a fork meanwhile.
     """
     try:
         return (

@@ -1,15 +1,16 @@
 """Restore containers from an image: new namespaces, a new layer, the captured processes, a terminal of their own.
 
 1. `RestoreTarget` is such a container before the image to restore is known: its CRIU starts meanwhile.
-2. A large memory is restored lazily, while the processes run (`fork`): pages that they touch come first, and a
-   container continues after the same short time whatever its size. A CRIU process outside the container does that. It
-   ends when all pages are restored, and with the container; its images are not deleted before; if it fails the
+2. A large memory is restored lazily (`fork`): the processes get pages as they touch them, and a container continues
+   after the same short time whatever its size. A process outside the container does that (``system/userfaults.py``).
+   It ends when all pages are restored, and with the container; its images are not deleted before; if it fails the
    container is ended.
-3. Pages that are not restored yet cannot be captured: `await_pages` waits for them.
+3. Pages that are not restored yet cannot be captured: `await_pages` has them brought, and waits.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from pathlib import Path
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from sandboxgym.sandbox.overlay.backend import OverlayBackend
 
 LARGEST = 2**31 - 1
-"""Bytes of memory up to which pages can be restored lazily: CRIU 4.2 counts the bytes of a range in 32 bits."""
+"""Bytes of memory up to which pages are restored lazily; more was not tried."""
 
 _WORK = "criu"
 _LOG, _PAGES_LOG = "restore.log", "pages.log"
@@ -49,7 +50,6 @@ class RestoreTarget:
     """
 
     def __init__(self, backend: OverlayBackend, program: str) -> None:
-        self.program = program
         self._shared = backend.runtime
         self.container = self._shared.container(backend.flavour)
         self.work = self.container.layer.path / _WORK
@@ -105,7 +105,7 @@ def revive(
         tree: captured with ``image``.
         image: of a container of the same kind.
         target: of ``backend``; discarded by whoever made it if this fails.
-        lazy: have memory brought bit by bit.
+        lazy: have memory brought as it is touched.
 
     Raises:
         SandboxUnavailable, SandboxFull: it could not be done, and the backend is still not live.
@@ -174,9 +174,7 @@ def _restored(
 
 
 def _begin_to_bring(backend: OverlayBackend, image: Image, target: RestoreTarget) -> int:
-    return backend.runtime.bring_pages(
-        target.program, target.container, layer=image.path, images=image.files, work=target.work
-    )
+    return backend.runtime.bring_pages(target.container, layer=image.path, images=image.files, work=target.work)
 
 
 def _mount(backend: OverlayBackend, below: OverlayTree, container: Container) -> None:
@@ -190,7 +188,7 @@ def _mount(backend: OverlayBackend, below: OverlayTree, container: Container) ->
 
 
 def await_pages(container: Container) -> None:
-    """Wait until all memory of the processes in a container is restored.
+    """Have all memory of the processes in a container restored, and wait until it is.
 
     Raises:
         CriuError: that takes too long.
@@ -198,6 +196,8 @@ def await_pages(container: Container) -> None:
     """
     if container.pages < 0:
         return
+    with contextlib.suppress(OSError):  # all is there already, or will never be: which reading tells
+        os.write(container.pages, b"+")
     if not readable(container.pages, SECONDS):
         raise CriuError(f"the memory of the processes was not complete after {SECONDS:.0f} s")
     complete = os.read(container.pages, 1) == DONE

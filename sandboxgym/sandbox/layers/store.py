@@ -22,7 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sandboxgym.sandbox.base import RootFS, SandboxClosed, SandboxFull
-from sandboxgym.sandbox.layers.disk import usage
+from sandboxgym.sandbox.layers.disk import extent, usage
+from sandboxgym.system import directories
 
 FILES, WORK = "files", "work"
 """Parts of a layer's directory: the written files, and overlayfs's scratch directory."""
@@ -82,6 +83,10 @@ class Layer:
             self._nbytes = usage(str(self.files))
         return self._nbytes
 
+    def extent(self, files: int, nbytes: int) -> int | None:
+        """Bytes on disk of a layer that is written to; None if it has more than so many entries or bytes."""
+        return extent(str(self.files), files, nbytes)
+
     def dress(self, below: Path) -> None:
         """Give the root directory the owner, mode and time of the one that it will hide."""
         status = below.stat()
@@ -118,6 +123,7 @@ class LayerStore:
         self._lock = threading.Lock()
         self.merged: weakref.WeakValueDictionary[tuple[Path, ...], Layer] = weakref.WeakValueDictionary()
         (directory / "layers").mkdir()
+        directories.spread(str(directory / "layers"))
 
     def check_room(self, nbytes: int = 0) -> None:
         """Raise `SandboxFull` while the disk is nearly full.

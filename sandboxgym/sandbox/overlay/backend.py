@@ -58,6 +58,10 @@ from sandboxgym.sandbox.overlay.runtime import Container, Flavour, Runtime, advi
 if TYPE_CHECKING:
     from sandboxgym.sandbox.checkpoint.checkpointer import CriuCheckpointer
 
+COPIED = (250, 32 * 2**20)
+"""By default: with more, starting a copy of the processes takes less time than copying what they wrote."""
+REPLACED = (-1, 0)
+"""Nothing is copied: for benchmarks and tests."""
 _DEFAULT_LIMITS = Limits()
 _STOPPING = 3.0  # seconds in which all processes must have stopped, where there is no group to freeze
 _LOOKS = 3  # in a row that must find nothing running: a chain of short processes may slip through one
@@ -101,6 +105,9 @@ class OverlayBackend(Backend):
         """True to make orphans of a process on a terminal its children, so that CRIU can capture them as one tree."""
         self.lazy_pages: int | None = None
         """Bytes of memory from which on it is restored lazily, see ``checkpoint/restore.py``; None: never."""
+        self.copied = COPIED
+        """Entries and bytes of the container's writes up to which capturing its processes copies them; see
+        ``checkpoint/capture.py``."""
         self.below: OverlayTree | None = None
         """Tree below the live container."""
         self._closed = False
@@ -440,7 +447,7 @@ class OverlayBackend(Backend):
         sibling = OverlayBackend(
             self.rootfs, limits=self.limits, network=self.network, rootless=self.rootless, env=self._extra_env
         )
-        sibling.adopts, sibling.lazy_pages = self.adopts, self.lazy_pages
+        sibling.adopts, sibling.lazy_pages, sibling.copied = self.adopts, self.lazy_pages, self.copied
         sibling.private, sibling.capabilities = self.private, self.capabilities
         return sibling
 

@@ -18,9 +18,10 @@ from __future__ import annotations
 import _signal as signal  # type: ignore[import-not-found]
 import errno
 import os
-import select
+import traceback
 
 from sandboxgym.sandbox.overlay import kernel
+from sandboxgym.system import userfaults
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -142,37 +143,33 @@ def capture(channel: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
         os._exit(0)
 
 
-def bring_pages(ready: int, done: int, namespace: int, spec: dict[str, Any]) -> NoReturn:
-    """Become the parent of a CRIU that lazily restores memory, until all is there or the container has ended.
+def bring_pages(ready: int, done: int, spec: dict[str, Any]) -> NoReturn:
+    """Serve restored processes their memory as they touch it, until all is there or the container has ended.
 
     Ends with an error if pages are missing: they would be read as zeros, so the container must be killed then. The
     zygote does that, for this process may be killed too.
 
     Args:
         ready: a byte is written to it when the processes may be restored.
-        done: `DONE` is written to it at the end, if all went well.
-        namespace: of `keep_features`.
-        spec: ``program``; ``init``, the process id of the container's init; ``images``, the directory of the pages;
-            ``work``, the working directory of the restoring CRIU.
+        done: `DONE` is written to it at the end, if all went well; a byte from it asks for all memory now.
+        spec: ``init``, the process id of the container's init; ``images``, the directory of the pages; ``work``, the
+            working directory of the restoring CRIU.
     """
     complete = False
     try:
         kernel.die_with_parent()
+        kernel.show_command_line(b"lazy-pages")
         init = os.pidfd_open(spec["init"])
-        kernel.set_namespace(namespace, kernel.NEWNS)
-        pid = os.fork()
-        if pid == 0:
-            kernel.die_with_parent()
-            places = ["-D", spec["images"], "-W", spec["work"], "-o", "pages.log", "--status-fd", "3"]
-            execute([spec["program"], "lazy-pages", *places], ready)
+        server = userfaults.Server(spec["images"], spec["work"])
+        os.write(ready, b"+")
         os.close(ready)
-        poll = select.poll()
-        poll.register(init, select.POLLIN)
-        poll.register(os.pidfd_open(pid), select.POLLIN)
-        if init in {descriptor for descriptor, _ in poll.poll()}:
-            os.kill(pid, 9)
-        complete = os.waitpid(pid, 0)[1] == 0
+        complete = server.serve(done, init)
         if complete:
             os.write(done, DONE)
+        # Else its container has ended, and needs nothing any more.
+        complete = True
+    except BaseException:
+        with open(os.path.join(spec["work"], "pages.log"), "w") as log:
+            log.write(f"Error ({traceback.format_exc()})".replace("\n", " "))
     finally:
         os._exit(0 if complete else 1)

@@ -341,11 +341,10 @@ class Runtime:
                 raise
         return ours
 
-    def bring_pages(self, program: str, container: Container, *, layer: Path, images: Path, work: Path) -> int:
+    def bring_pages(self, container: Container, *, layer: Path, images: Path, work: Path) -> int:
         """Have memory restored lazily into a container whose processes are about to be restored.
 
         Args:
-            program: CRIU.
             container: the warm container; gets `Container.pages`.
             layer: which is not deleted meanwhile, with the pages in it.
             images: in ``layer``.
@@ -355,11 +354,12 @@ class Runtime:
             A descriptor that a byte comes from when restoring may begin; it ends without one if that cannot be done.
         """
         ready, told = os.pipe()
-        container.pages, done = os.pipe()
+        ours, theirs = socket.socketpair()
+        container.pages, done = ours.detach(), theirs.detach()
         places = {"layer": layer, "images": images, "work": work}
-        spec = {"program": program, "init": container.pid, **{name: os.fspath(path) for name, path in places.items()}}
+        spec = {"init": container.pid, **{name: os.fspath(path) for name, path in places.items()}}
         try:
-            self._tell("pages", spec, descriptors=[told, done, self.features(program)])
+            self._tell("pages", spec, descriptors=[told, done])
         except BaseException:
             os.close(ready)
             raise

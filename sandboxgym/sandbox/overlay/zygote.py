@@ -13,7 +13,7 @@ of that, for each container's init is a fork of it. The owner sends requests ove
   through it; see ``criu_process.py``, as for:
 - ``("capture", spec)`` with a socket and that namespace: a CRIU in a container's namespaces, which answers at the
   socket;
-- ``("pages", spec)`` with two pipes and that namespace: a CRIU that lazily restores a container's memory; removals
+- ``("pages", spec)`` with a pipe and a socket: a process that lazily restores a container's memory; removals
   requested meanwhile of ``spec["layer"]``, from which it reads, wait until it is done;
 - ``("watch", id, directory, nbytes, files)``: kill the container when it exceeds its limits of disk usage; see
   ``layers/accountant.py``;

@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from components import missing
 
 import sandboxgym
 from sandboxgym.envs.swebench.workspaces import workspace as boxes
+from sandboxgym.sandbox.checkpoint import criu
 
 pytestmark = pytest.mark.slow
 
@@ -140,6 +142,16 @@ def until_remembered(env: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_nothing_is_read_where_nothing_was_written(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    _nothing_is_read(env, monkeypatch)
+
+
+def test_nothing_is_read_after_a_full_snapshot(make_env: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
+    if reason := criu.why_unavailable():
+        missing("criu", reason)
+    _nothing_is_read(make_env(snapshot="full", max_episode_steps=10_000), monkeypatch)
+
+
+def _nothing_is_read(env: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     env.reset(options={"task": TASK})
     env.step("echo more >> README.md")
     reads = until_remembered(env, monkeypatch)

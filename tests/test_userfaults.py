@@ -1,0 +1,177 @@
+"""Which bytes of an image a process gets when it touches its memory, whatever became of that memory meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="userfaultfd is Linux's")
+if sys.platform == "linux":
+    from sandboxgym.system import userfaults
+    from sandboxgym.system.userfaults import Memory, ranges_of
+
+PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
+SOURCE = 1 << 40
+FAULT, FORK, REMAP, REMOVE, UNMAP = range(0x12, 0x17)
+
+
+def number(value: int) -> bytes:
+    parts = bytearray()
+    while value > 0x7F:
+        parts.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*parts, value])
+
+
+def image(folder: Path, *messages: dict[int, int]) -> str:
+    """A map of pages, as CRIU writes it."""
+    data = b"magic of" + b"".join(
+        len(content).to_bytes(4, "little") + content
+        for message in messages
+        for content in [b"".join(number(field << 3) + number(value) for field, value in message.items())]
+    )
+    (folder / "pagemap-7.img").write_bytes(data)
+    return str(folder)
+
+
+def test_the_map_of_pages(tmp_path: Path) -> None:
+    lazy, present, absent = 6, 4, 2
+    folder = image(
+        tmp_path,
+        {1: 3},
+        {1: 64 * PAGE, 2: 0, 4: lazy, 5: 2},
+        {1: 70 * PAGE, 2: 0, 4: present, 5: 3},
+        {1: 80 * PAGE, 2: 0, 4: absent, 5: 9},
+        {1: 1 << 46, 2: 1, 4: lazy},  # as older versions count
+    )
+    assert ranges_of(folder, 7) == (3, [(64 * PAGE, 66 * PAGE, 0), (1 << 46, (1 << 46) + PAGE, 5 * PAGE)])
+    with pytest.raises(ValueError, match="expected all pages of process 7"):
+        ranges_of(image(tmp_path, {1: 3}, {1: 64 * PAGE, 4: 1, 5: 2}), 7)
+
+
+class Simulated:
+    """A process as its kernel sees it: the page of the image that belongs at each address, and what is there."""
+
+    def __init__(self, belongs: dict[int, int | None], there: dict[int, int | None] | None = None) -> None:
+        self.belongs, self.there = belongs, there or {}
+        self.reader, self.writer = os.pipe2(os.O_NONBLOCK)
+        self.memory: Memory
+        self.busy = False
+
+    def tell(self, event: int, *values: int) -> None:
+        os.write(self.writer, struct.pack("=BxxxxxxxQQQ", event, *values, *[0] * (3 - len(values))))
+        self.busy = event != FAULT
+
+    def ioctl(self, request: int, answer: bytearray, draw: random.Random) -> None:
+        if request == userfaults._WAKE:
+            return
+        if self.busy:
+            answer[-8:] = (-errno.EAGAIN).to_bytes(8, "little", signed=True)
+            raise OSError(errno.EAGAIN, "reports are waiting")
+        target, source, length, *_ = struct.unpack("=QQQQq", answer.ljust(40, b"\0"))
+        if request == userfaults._ZERO:
+            assert self.belongs.get(target) is None
+            self.there[target] = None
+            return
+        done = 0
+        most = draw.choice([length, PAGE, 3 * PAGE])  # it may stop anywhere
+        while done < min(length, most) and target + done not in self.there and target + done in self.belongs:
+            self.there[target + done] = (source - SOURCE + done) // PAGE
+            done += PAGE
+        answer[-8:] = (done or -errno.EEXIST).to_bytes(8, "little", signed=True)
+        if done < length:
+            raise OSError(errno.EAGAIN if done else errno.EEXIST, "a part")
+
+    def close(self) -> None:
+        os.close(self.reader)
+        os.close(self.writer)
+
+
+@pytest.fixture(params=range(20))
+def draw(request: pytest.FixtureRequest) -> random.Random:
+    return random.Random(request.param)
+
+
+@pytest.fixture
+def processes(draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Simulated]]:
+    """One process with three ranges."""
+    belongs: dict[int, int | None] = {}
+    ranges = []
+    for base, offset in ((100, 40), (160, 0), (400, 90)):
+        size = draw.randrange(1, 40)
+        ranges.append((base * PAGE, (base + size) * PAGE, offset * PAGE))
+        belongs |= {(base + at) * PAGE: offset + at for at in range(size)}
+    made = [Simulated(belongs)]
+    made[0].memory = Memory(made[0].reader, ranges, SOURCE)
+
+    def ioctl(descriptor: int, request: int, answer: bytearray, mutate: bool) -> None:
+        (one,) = (one for one in made if one.reader == descriptor)
+        one.ioctl(request, answer, draw)
+
+    monkeypatch.setattr(userfaults.fcntl, "ioctl", ioctl)
+    yield made
+    for one in made:
+        one.close()
+
+
+def test_each_page_gets_what_belongs_there(processes: list[Simulated], draw: random.Random) -> None:
+    for step in range(150):
+        one = draw.choice(processes)
+        event = draw.choice([FAULT] * 8 + [REMOVE, UNMAP, REMAP, FORK])
+        low = draw.choice(sorted(one.belongs) or [0])
+        high = low + draw.randrange(1, 12) * PAGE
+        touched = [page for page in range(low, high, PAGE) if page in one.belongs]
+        if event == FAULT:
+            if low in one.belongs and low not in one.there:
+                one.tell(FAULT, 0, low + draw.randrange(PAGE))
+        elif event == REMOVE:
+            one.tell(REMOVE, low, high)
+            for page in touched:
+                one.there.pop(page, None)
+                one.belongs[page] = None
+        elif event == UNMAP:
+            one.tell(UNMAP, low, high)
+            for page in touched:
+                one.there.pop(page, None)
+                del one.belongs[page]
+        elif event == REMAP:
+            to = (1000 + 100 * step) * PAGE
+            one.tell(REMAP, low, to, high - low)
+            for page in touched:
+                one.belongs[page - low + to] = one.belongs.pop(page)
+                if page in one.there:
+                    one.there[page - low + to] = one.there.pop(page)
+        elif len(processes) < 4:
+            child = Simulated(dict(one.belongs), dict(one.there))
+            one.tell(FORK, child.reader)
+            processes.append(child)
+        forked = one.memory.read()
+        if one.memory.waiting and draw.random() < 0.5:  # the next report comes before the page is brought
+            other = draw.choice(sorted(one.belongs))
+            one.tell(REMOVE, other, other + PAGE)
+            one.there.pop(other, None)
+            one.belongs[other] = None
+            with pytest.raises(userfaults.Changing):
+                one.memory.bring_waiting()
+            one.memory.read()
+        one.busy = False
+        if event == FORK and forked:
+            processes[-1].memory = forked[0]
+        one.memory.bring_waiting()
+        if event == FAULT and low in one.belongs:
+            assert low in one.there
+        for each in processes:
+            assert {page: each.belongs[page] for page in each.there} == each.there
+    for one in processes:
+        while one.memory.ranges:
+            one.memory.bring_more()
+        assert one.memory.left == 0
+        wanted = {page: content for page, content in one.belongs.items() if content is not None}
+        assert {page: one.there.get(page) for page in wanted} == wanted
