@@ -115,7 +115,7 @@ def processes(draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         (one,) = (one for one in made if one.reader == descriptor)
         one.ioctl(request, answer, draw)
 
-    monkeypatch.setattr(userfaults.fcntl, "ioctl", ioctl)
+    monkeypatch.setattr("fcntl.ioctl", ioctl)
     yield made
     for one in made:
         one.close()
@@ -175,3 +175,39 @@ def test_each_page_gets_what_belongs_there(processes: list[Simulated], draw: ran
         assert one.memory.left == 0
         wanted = {page: content for page, content in one.belongs.items() if content is not None}
         assert {page: one.there.get(page) for page in wanted} == wanted
+
+
+def test_a_late_report_does_not_take_what_was_moved_there_since(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Simulated({100 * PAGE: 1, 200 * PAGE: 2})
+    one.memory = Memory(one.reader, [(page * PAGE, (page + 1) * PAGE, 0) for page in (100, 200)], SOURCE)
+    monkeypatch.setattr("fcntl.ioctl", lambda *_: None)
+    one.tell(REMAP, 100 * PAGE, 300 * PAGE, PAGE)
+    one.tell(REMAP, 200 * PAGE, 100 * PAGE, PAGE)  # of another thread
+    one.tell(UNMAP, 100 * PAGE, 101 * PAGE)  # belongs to the first
+    one.memory.read()
+    assert [start // PAGE for start, *_ in one.memory.ranges] == [100, 300]
+    one.memory.waiting = [500 * PAGE]
+    one.memory.bring_waiting()  # the kernel obeys, so it has nothing more to report
+    one.tell(UNMAP, 100 * PAGE, 101 * PAGE)
+    one.memory.read()
+    assert [start // PAGE for start, *_ in one.memory.ranges] == [300]
+    one.close()
+
+
+def test_what_is_not_found_may_have_been_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Simulated({})
+    one.memory = Memory(one.reader, [(100 * PAGE, 101 * PAGE, 0)], SOURCE)
+    codes = [errno.ENOENT]
+
+    def ioctl(descriptor: int, request: int, answer: bytearray, mutate: bool) -> None:
+        code = codes.pop() if codes else errno.EAGAIN  # it looks for the mapping first, while that is moved
+        answer[-8:] = (-code).to_bytes(8, "little", signed=True)
+        raise OSError(code, "refused")
+
+    monkeypatch.setattr("fcntl.ioctl", ioctl)
+    with pytest.raises(userfaults.Changing):
+        one.memory.bring_more()
+    one.tell(REMAP, 100 * PAGE, 300 * PAGE, PAGE)
+    one.memory.read()
+    assert one.memory.ranges == [(300 * PAGE, 301 * PAGE, 0)]
+    one.close()

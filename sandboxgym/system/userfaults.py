@@ -36,6 +36,8 @@ _COPY, _ZERO, _WAKE = 0xC028AA03, 0xC020AA04, 0x8010AA02
 _MESSAGE = 32
 _NOWHERE = 1 << 16
 """The lowest address that a process can have a mapping at, and has none."""
+_TRIAL = struct.pack("=QQQq", _NOWHERE, _PAGE, 0, 0)
+"""A request that changes nothing."""
 _SWEEP = 64
 """Number of processes at which it is looked for ended ones first."""
 _PARENT, _LAZY, _PRESENT = 1, 2, 4  # flags of an entry in a map of pages
@@ -113,6 +115,8 @@ class Memory:
         self.waiting: list[int] = []
         """Addresses of touched pages."""
         self._size = FIRST
+        self._left: list[tuple[int, int]] = []
+        """Pieces that were moved, whose old places the kernel may report as unmapped only later."""
 
     def read(self) -> list[Memory]:
         """Read what the kernel reports; returns the memory of processes that were forked."""
@@ -127,9 +131,12 @@ class Memory:
                 self.waiting.append(second - second % _PAGE)
             elif event == _FORK:
                 forked.append(Memory(first & 0xFFFFFFFF, list(self.ranges), self.source))
+            elif event == _UNMAP and (first, second) in self._left:
+                self._left.remove((first, second))  # what is there now was moved there since
             elif event in (_REMOVE, _UNMAP):
                 self._cut(first, second)
             elif event == _REMAP:
+                self._left.append((first, first + third))
                 moved = [
                     (start - first + second, end - first + second, o)
                     for start, end, o in self._cut(first, first + third)
@@ -169,7 +176,7 @@ class Memory:
     def ended(self) -> bool:
         """True if the process has ended, or executed another program: the kernel does not report that."""
         try:
-            return self._ask(_ZERO, struct.pack("=QQQq", _NOWHERE, _PAGE, 0, 0))[0] == errno.ESRCH
+            return self._ask(_ZERO, _TRIAL)[0] == errno.ESRCH
         except Changing:
             return False
 
@@ -181,6 +188,8 @@ class Memory:
             code, done = self._ask(
                 _COPY, struct.pack("=QQQQq", low, self.source + offset + low - start, high - low, 0, 0)
             )
+            if code == errno.ENOENT:  # perhaps it was moved meanwhile: that is refused only from the next request on
+                self._ask(_ZERO, _TRIAL)
             if done <= 0 and code in (errno.ENOENT, errno.EINVAL) and high - low > _PAGE:
                 # It reaches beyond a mapping: the page that is waited for must come, the others one by one.
                 for page in range(low, high, _PAGE):
@@ -202,6 +211,7 @@ class Memory:
         done = int.from_bytes(answer[-8:], "little", signed=True)
         if code == errno.EAGAIN and done <= 0:
             raise Changing
+        self._left.clear()  # no report is missing
         if code not in (0, errno.EAGAIN, errno.EEXIST, errno.ENOENT, errno.EINVAL, errno.ESRCH):
             raise OSError(code, os.strerror(code))
         return code, done

@@ -18,6 +18,7 @@ from __future__ import annotations
 import _signal as signal  # type: ignore[import-not-found]
 import errno
 import os
+import resource
 import traceback
 
 from sandboxgym.sandbox.overlay import kernel
@@ -160,6 +161,8 @@ def bring_pages(ready: int, done: int, spec: dict[str, Any]) -> NoReturn:
         kernel.die_with_parent()
         kernel.show_command_line(b"lazy-pages")
         init = os.pidfd_open(spec["init"])
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each forked process takes a descriptor
         server = userfaults.Server(spec["images"], spec["work"])
         os.write(ready, b"+")
         os.close(ready)
