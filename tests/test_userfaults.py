@@ -76,8 +76,11 @@ class Simulated:
             answer[-8:] = (-errno.EAGAIN).to_bytes(8, "little", signed=True)
             raise OSError(errno.EAGAIN, "reports are waiting")
         target, source, length, *_ = struct.unpack("=QQQQq", answer.ljust(40, b"\0"))
+        if target not in self.belongs:
+            answer[-8:] = (-errno.ENOENT).to_bytes(8, "little", signed=True)
+            raise OSError(errno.ENOENT, "not mapped")
         if request == userfaults._ZERO:
-            assert self.belongs.get(target) is None
+            assert self.belongs[target] is None
             self.there[target] = None
             return
         done = 0
@@ -191,6 +194,93 @@ def test_a_late_report_does_not_take_what_was_moved_there_since(monkeypatch: pyt
     one.tell(UNMAP, 100 * PAGE, 101 * PAGE)
     one.memory.read()
     assert [start // PAGE for start, *_ in one.memory.ranges] == [300]
+    one.close()
+
+
+def test_threads_may_report_in_another_order_than_they_acted(
+    draw: random.Random, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each acts on memory of its own, and may use a place that another has just left."""
+    pieces = [(200 * (index + 1) * PAGE, draw.choice([3, 9, 9, 30])) for index in range(12)]
+    offsets = {start: 50 * index for index, (start, _) in enumerate(pieces)}
+    one = Simulated({start + at * PAGE: offsets[start] + at for start, size in pieces for at in range(size)})
+    ranges = [(start, start + size * PAGE, offsets[start] * PAGE) for start, size in pieces]
+    one.memory = Memory(one.reader, ranges, SOURCE)
+    monkeypatch.setattr("fcntl.ioctl", lambda descriptor, request, answer, mutate: one.ioctl(request, answer, draw))
+    monkeypatch.setattr(userfaults, "MOST", 4 * PAGE)
+    one.memory._size = PAGE
+    for window in range(30):
+        one.busy = True
+        reports: list[list[tuple[int, ...]]] = []
+        free: list[int] = []
+        for index in draw.sample(range(len(pieces)), draw.randrange(1, len(pieces) + 1) if pieces else 0):
+            old, size = pieces[index]
+            content = [(one.belongs.pop(page), one.there.pop(page, -1)) for page in range(old, old + size * PAGE, PAGE)]
+            if draw.random() < 0.1:
+                pieces[index] = (0, 0)
+                reports.append([(UNMAP, old, old + size * PAGE)])
+            else:
+                new = free.pop() if free and draw.random() < 0.7 else (10_000 + 2000 * window + 100 * index) * PAGE
+                pieces[index] = (new, size)
+                reports.append([(REMAP, old, new, size * PAGE), (UNMAP, old, old + size * PAGE)])
+                for at, (belongs, there) in enumerate(content):
+                    one.belongs[new + at * PAGE] = belongs
+                    if there != -1:
+                        one.there[new + at * PAGE] = there
+            if all(abs(start - old) >= 100 * PAGE for start, _ in pieces):
+                free.append(old)
+        while reports:
+            thread = draw.choice(reports)
+            one.tell(*thread.pop(0))
+            reports = [waiting for waiting in reports if waiting]
+            if draw.random() < 0.7:
+                one.memory.read()
+        one.memory.read()
+        pieces = [piece for piece in pieces if piece[1]]
+        one.busy = False
+        if draw.random() < 0.5 and (absent := sorted(set(one.belongs) - set(one.there))):
+            one.memory.waiting = [draw.choice(absent)]
+        one.memory.bring_waiting()
+        assert not one.memory.ended()
+        assert {page: one.belongs[page] for page in one.there} == one.there
+    while one.memory.ranges:
+        one.memory.bring_more()
+    assert one.memory.left == 0 and one.there == one.belongs
+    one.close()
+
+
+@pytest.mark.parametrize("reused", [False, True])
+def test_what_arrived_may_be_moved_on(reused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the kernel obeys again; and its place be taken then."""
+    draw = random.Random(0)
+    one = Simulated({300 * PAGE: 1, (100 if reused else 400) * PAGE: 2})
+    ranges = [(200 * PAGE, 201 * PAGE, PAGE), (400 * PAGE, 401 * PAGE, 2 * PAGE)]
+    one.memory = Memory(one.reader, ranges, SOURCE)
+    monkeypatch.setattr("fcntl.ioctl", lambda descriptor, request, answer, mutate: one.ioctl(request, answer, draw))
+    for old, new in [(200, 100), (100, 300), *([(400, 100)] if reused else [])]:
+        one.tell(REMAP, old * PAGE, new * PAGE, PAGE)
+        one.memory.read()
+    one.busy = False
+    one.memory.bring_waiting()
+    while one.memory.ranges:
+        one.memory.bring_more()
+    assert one.there == one.belongs
+    one.close()
+
+
+def test_a_process_that_has_ended_is_found_out_at_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = Simulated({})
+    one.memory = Memory(one.reader, [(100 * PAGE, 900 * PAGE, 0)], SOURCE)
+    asked = []
+
+    def ioctl(descriptor: int, request: int, answer: bytearray, mutate: bool) -> None:
+        asked.append(request)
+        raise OSError(errno.ESRCH, "no such process")
+
+    monkeypatch.setattr("fcntl.ioctl", ioctl)
+    with pytest.raises(userfaults.Ended):
+        one.memory.bring_more()
+    assert len(asked) == 1 and one.memory.ended()
     one.close()
 
 

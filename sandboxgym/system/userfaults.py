@@ -51,6 +51,10 @@ class Changing(Exception):
     """Reports of the kernel must be read before anything can be copied."""
 
 
+class Ended(Exception):
+    """The process has ended, or executed another program."""
+
+
 def ranges_of(images: str, pid: int) -> tuple[int, list[Range]]:
     """The map of a process's pages: the number of the file they are in, and those that are brought when touched.
 
@@ -115,8 +119,17 @@ class Memory:
         self.waiting: list[int] = []
         """Addresses of touched pages."""
         self._size = FIRST
+        # Threads report what they did when they get to it, which may be in another order. Until no report is missing:
         self._left: list[tuple[int, int]] = []
-        """Pieces that were moved, whose old places the kernel may report as unmapped only later."""
+        """Old places of what was moved: the kernel reports them as unmapped as well."""
+        self._arrived: list[tuple[int, int]] = []
+        """Places that something was moved to."""
+        self._aside: list[Range] = []
+        """What was in those places: it had been moved or unmapped before, but that is not reported yet."""
+        self._doubtful: list[tuple[int, int]] = []
+        """Parts of those places that are reported as unmapped, perhaps from before."""
+        self._moves: list[tuple[int, int, int]] = []
+        """Old place, new place and size of what arrived and is reported as moved on, perhaps what was there before."""
 
     def read(self) -> list[Memory]:
         """Read what the kernel reports; returns the memory of processes that were forked."""
@@ -130,27 +143,93 @@ class Memory:
             if event == _FAULT:
                 self.waiting.append(second - second % _PAGE)
             elif event == _FORK:
-                forked.append(Memory(first & 0xFFFFFFFF, list(self.ranges), self.source))
+                child = Memory(first & 0xFFFFFFFF, list(self.ranges), self.source)
+                child._doubtful = list(self._doubtful)
+                forked.append(child)
             elif event == _UNMAP and (first, second) in self._left:
                 self._left.remove((first, second))  # what is there now was moved there since
-            elif event in (_REMOVE, _UNMAP):
+            elif event == _REMOVE:
                 self._cut(first, second)
+            elif event == _UNMAP:
+                self._unmapped(first, second)
             elif event == _REMAP:
-                self._left.append((first, first + third))
-                moved = [
-                    (start - first + second, end - first + second, o)
-                    for start, end, o in self._cut(first, first + third)
-                ]
-                self.ranges = sorted([*self.ranges, *moved])
-                self.left += sum(end - start for start, end, _ in moved)
+                self._moved(first, second, third)
         return forked
+
+    def _unmapped(self, low: int, high: int) -> None:
+        """Forget what was between two addresses, but not what has been moved there since, as it seems."""
+        self._aside = [one for one in self._aside if not low <= one[0] < high]
+        self._cut_old(low, high)
+        for start, end in self._arrived:
+            if max(start, low) < min(end, high):
+                self._doubtful.append((max(start, low), min(end, high)))
+
+    def _moved(self, old: int, new: int, size: int) -> None:
+        """Move what was between ``old`` and ``old + size``, unless it seems to have been moved there since."""
+        moved = [one for one in self._aside if old <= one[0] < old + size]
+        self._aside = [one for one in self._aside if one not in moved]
+        moved += self._cut_old(old, old + size)
+        if not moved and any(start <= old and old + size <= end for start, end in self._arrived):
+            self._moves.append((old, new, size))
+        for low, high, at in self._cut(new, new + size):
+            onward = next((move for move in self._moves if move[0] <= low < move[0] + move[2]), None)
+            if onward is None:
+                self._aside.append((low, high, at))
+            else:
+                self._put([(low, high, at)], onward[1] - onward[0])
+        self._put(moved, new - old)
+        self._left.append((old, old + size))
+        self._arrived.append((new, new + size))
+
+    def _put(self, pieces: list[Range], distance: int = 0) -> None:
+        """Add ranges, each so far from where it was."""
+        self.ranges = sorted([*self.ranges, *((low + distance, high + distance, at) for low, high, at in pieces)])
+        self.left += sum(high - low for low, high, _ in pieces)
+
+    def _cut_old(self, low: int, high: int) -> list[Range]:
+        """As `_cut`, but for where something has arrived."""
+        cut, at = list[Range](), low
+        for start, end in sorted(self._arrived):
+            if start < high and end > at:
+                cut += self._cut(at, max(start, at))
+                at = end
+        return cut + self._cut(at, max(at, high))
+
+    def _settle(self) -> None:
+        """Find out from the kernel what became of that which was moved; see `_moves` and `_doubtful`."""
+        while self._moves:
+            old, new, size = self._moves[-1]
+            if self._is_there(old, old + size) is False:
+                self._put(self._cut(old, old + size), new - old)
+            self._moves.pop()
+        while self._doubtful:
+            low, high = self._doubtful[-1]
+            if self._is_there(low, high) is False:
+                self._cut(low, high)
+            self._doubtful.pop()
+
+    def _is_there(self, low: int, high: int) -> bool | None:
+        """Try to bring the first page between two addresses: is it mapped? None if no page is left to bring."""
+        index = max(bisect.bisect_right(self.ranges, low, key=lambda one: one[0]) - 1, 0)
+        start, _, offset = next((one for one in self.ranges[index : index + 2] if one[1] > low), (high, high, 0))
+        page = max(start, low)
+        if page >= high:
+            return None
+        place = struct.pack("=QQQQq", page, self.source + offset + page - start, _PAGE, 0, 0)
+        if self._ask(_COPY, place)[0] == errno.ENOENT:
+            self._ask(_ZERO, _TRIAL)  # see `_copy`
+            return False
+        self._cut(page, page + _PAGE)
+        return True
 
     def bring_waiting(self) -> None:
         """Bring the touched pages, each with its surroundings.
 
         Raises:
             Changing: `read` first.
+            Ended: there is nobody to bring them to.
         """
+        self._settle()
         while self.waiting:
             address = self.waiting[-1]
             index = bisect.bisect_right(self.ranges, address, key=lambda one: one[0]) - 1
@@ -169,6 +248,7 @@ class Memory:
 
         Raises:
             Changing: `read` first.
+            Ended: there is nobody to bring them to.
         """
         start, end, _ = self.ranges[0]
         self._copy(start, min(end, start + MOST), start)
@@ -176,9 +256,12 @@ class Memory:
     def ended(self) -> bool:
         """True if the process has ended, or executed another program: the kernel does not report that."""
         try:
-            return self._ask(_ZERO, _TRIAL)[0] == errno.ESRCH
+            self._ask(_ZERO, _TRIAL)
+        except Ended:
+            return True
         except Changing:
-            return False
+            pass
+        return False
 
     def _copy(self, low: int, high: int, wanted: int) -> None:
         """Bring the pages of a part of one range, of which one may be waited for."""
@@ -211,8 +294,10 @@ class Memory:
         done = int.from_bytes(answer[-8:], "little", signed=True)
         if code == errno.EAGAIN and done <= 0:
             raise Changing
-        self._left.clear()  # no report is missing
-        if code not in (0, errno.EAGAIN, errno.EEXIST, errno.ENOENT, errno.EINVAL, errno.ESRCH):
+        self._left, self._arrived, self._aside = [], [], []  # no report is missing
+        if code == errno.ESRCH:
+            raise Ended
+        if code not in (0, errno.EAGAIN, errno.EEXIST, errno.ENOENT, errno.EINVAL):
             raise OSError(code, os.strerror(code))
         return code, done
 
@@ -301,6 +386,9 @@ class Server:
                         again = True
                 except Changing:
                     again = True
+                except Ended:
+                    self._forget(descriptor, poll)
+                    continue
                 if self._restored and not memory.ranges and not memory.waiting:
                     self._forget(descriptor, poll)  # from now on the kernel itself brings zeros
             if len(self._memories) > self._sweep:
