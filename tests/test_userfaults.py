@@ -80,6 +80,9 @@ class Simulated:
             answer[-8:] = (-errno.ENOENT).to_bytes(8, "little", signed=True)
             raise OSError(errno.ENOENT, "not mapped")
         if request == userfaults._ZERO:
+            if target in self.there:
+                answer[-8:] = (-errno.EEXIST).to_bytes(8, "little", signed=True)
+                raise OSError(errno.EEXIST, "it is there")
             assert self.belongs[target] is None
             self.there[target] = None
             return

@@ -101,6 +101,23 @@ def _numbers(message: bytes) -> dict[int, int]:
     return fields
 
 
+class Supposed:
+    """Pieces of memory that seem to have gone from where they are.
+
+    Args:
+        pieces: which.
+        place: start and end of what was moved away with them; None if it was unmapped.
+    """
+
+    def __init__(self, pieces: list[Range], place: tuple[int, int] | None) -> None:
+        self.pieces = pieces
+        self.place = place
+
+    def outside(self, low: int, high: int) -> Supposed:
+        """The same without what lies between two addresses."""
+        return Supposed(_outside(self.pieces, low, high), self.place)
+
+
 class Memory:
     """Memory of one process, as far as it is not there yet.
 
@@ -126,10 +143,8 @@ class Memory:
         """Places that something was moved to."""
         self._aside: list[Range] = []
         """What was in those places: it had been moved or unmapped before, but that is not reported yet."""
-        self._doubtful: list[tuple[int, int]] = []
-        """Parts of those places that are reported as unmapped, perhaps from before."""
-        self._moves: list[tuple[int, int, int]] = []
-        """Old place, new place and size of what arrived and is reported as moved on, perhaps what was there before."""
+        self._perhaps: list[Supposed] = []
+        """What arrived there and is reported as gone, which may have been before it arrived."""
 
     def read(self) -> list[Memory]:
         """Read what the kernel reports; returns the memory of processes that were forked."""
@@ -144,47 +159,58 @@ class Memory:
                 self.waiting.append(second - second % _PAGE)
             elif event == _FORK:
                 child = Memory(first & 0xFFFFFFFF, list(self.ranges), self.source)
-                child._doubtful = list(self._doubtful)
+                child._perhaps = [Supposed(one.pieces, one.place) for one in self._perhaps]
                 forked.append(child)
             elif event == _UNMAP and (first, second) in self._left:
                 self._left.remove((first, second))  # what is there now was moved there since
+                for one in self._perhaps:
+                    one.place = None if one.place == (first, second) else one.place
             elif event == _REMOVE:
-                self._cut(first, second)
+                self._give_up(first, second)
             elif event == _UNMAP:
-                self._unmapped(first, second)
+                self._take(first, second)
             elif event == _REMAP:
                 self._moved(first, second, third)
         return forked
 
-    def _unmapped(self, low: int, high: int) -> None:
-        """Forget what was between two addresses, but not what has been moved there since, as it seems."""
-        self._aside = [one for one in self._aside if not low <= one[0] < high]
-        self._cut_old(low, high)
-        for start, end in self._arrived:
-            if max(start, low) < min(end, high):
-                self._doubtful.append((max(start, low), min(end, high)))
+    def _give_up(self, low: int, high: int) -> None:
+        """Bring nothing to where it was given up."""
+        self._cut(low, high)
+        self._perhaps = [one.outside(low, high) for one in self._perhaps]
 
     def _moved(self, old: int, new: int, size: int) -> None:
-        """Move what was between ``old`` and ``old + size``, unless it seems to have been moved there since."""
-        moved = [one for one in self._aside if old <= one[0] < old + size]
-        self._aside = [one for one in self._aside if one not in moved]
-        moved += self._cut_old(old, old + size)
-        if not moved and any(start <= old and old + size <= end for start, end in self._arrived):
-            self._moves.append((old, new, size))
-        for low, high, at in self._cut(new, new + size):
-            onward = next((move for move in self._moves if move[0] <= low < move[0] + move[2]), None)
-            if onward is None:
-                self._aside.append((low, high, at))
-            else:
-                self._put([(low, high, at)], onward[1] - onward[0])
-        self._put(moved, new - old)
+        """Move what was between ``old`` and ``old + size``."""
+        moved = self._take(old, old + size, place=(old, old + size))
+        self._perhaps = [one.outside(new, new + size) for one in self._perhaps]
+        self._aside += self._cut(new, new + size)
+        self._put([(low - old + new, high - old + new, at) for low, high, at in moved])
         self._left.append((old, old + size))
         self._arrived.append((new, new + size))
 
-    def _put(self, pieces: list[Range], distance: int = 0) -> None:
-        """Add ranges, each so far from where it was."""
-        self.ranges = sorted([*self.ranges, *((low + distance, high + distance, at) for low, high, at in pieces)])
+    def _take(self, low: int, high: int, *, place: tuple[int, int] | None = None) -> list[Range]:
+        """Remove what was between two addresses when a thread did what it reports, as far as is known; returns it."""
+        self._perhaps = [one.outside(low, high) for one in self._perhaps]
+        if taken := [one for one in self._aside if low <= one[0] < high]:
+            self._aside = [one for one in self._aside if one not in taken]
+            return taken + self._cut_old(low, high)
+        for start, end in self._arrived:
+            start, end = max(start, low), min(end, high)
+            if start < end and (pieces := self._cut(start, end)):
+                self._perhaps.append(Supposed(pieces, place))
+                taken += pieces
+        return taken + self._cut(low, high)
+
+    def _put(self, pieces: list[Range]) -> None:
+        """Add ranges."""
+        self.ranges = sorted([*self.ranges, *pieces])
         self.left += sum(high - low for low, high, _ in pieces)
+
+    def _restore(self, pieces: list[Range]) -> None:
+        """Put back what was supposed to have gone, wherever it is now."""
+        for low, high, at in pieces:
+            for start, end, offset in [one for one in self.ranges if max(one[2], at) < min(_end(one), at + high - low)]:
+                self._cut(max(start, start + at - offset), min(end, start + at - offset + high - low))
+        self._put(pieces)
 
     def _cut_old(self, low: int, high: int) -> list[Range]:
         """As `_cut`, but for where something has arrived."""
@@ -196,31 +222,20 @@ class Memory:
         return cut + self._cut(at, max(at, high))
 
     def _settle(self) -> None:
-        """Find out from the kernel what became of that which was moved; see `_moves` and `_doubtful`."""
-        while self._moves:
-            old, new, size = self._moves[-1]
-            if self._is_there(old, old + size) is False:
-                self._put(self._cut(old, old + size), new - old)
-            self._moves.pop()
-        while self._doubtful:
-            low, high = self._doubtful[-1]
-            if self._is_there(low, high) is False:
-                self._cut(low, high)
-            self._doubtful.pop()
-
-    def _is_there(self, low: int, high: int) -> bool | None:
-        """Try to bring the first page between two addresses: is it mapped? None if no page is left to bring."""
-        index = max(bisect.bisect_right(self.ranges, low, key=lambda one: one[0]) - 1, 0)
-        start, _, offset = next((one for one in self.ranges[index : index + 2] if one[1] > low), (high, high, 0))
-        page = max(start, low)
-        if page >= high:
-            return None
-        place = struct.pack("=QQQQq", page, self.source + offset + page - start, _PAGE, 0, 0)
-        if self._ask(_COPY, place)[0] == errno.ENOENT:
-            self._ask(_ZERO, _TRIAL)  # see `_copy`
-            return False
-        self._cut(page, page + _PAGE)
-        return True
+        """Find out from the kernel what has not gone as it seemed: one page of it is brought, or refused."""
+        if self._perhaps:
+            self._ask(_ZERO, _TRIAL)  # no report is missing
+        while self._perhaps:
+            pieces, place = self._perhaps[-1].pieces, self._perhaps[-1].place
+            if pieces and place is None:  # else its old place stays mapped, as no report says otherwise
+                start, _, offset = pieces[0]
+                code, _ = self._ask(_COPY, struct.pack("=QQQQq", start, self.source + offset, _PAGE, 0, 0))
+                if code == errno.ENOENT:
+                    self._ask(_ZERO, _TRIAL)  # see `_copy`
+                else:
+                    self._restore(pieces)
+                    self._cut(start, start + _PAGE)
+            self._perhaps.pop()
 
     def bring_waiting(self) -> None:
         """Bring the touched pages, each with its surroundings.
@@ -312,13 +327,21 @@ class Memory:
                 kept.append((start, end, offset))
                 continue
             cut.append((a, b, offset + a - start))
-            if start < a:
-                kept.append((start, a, offset))
-            if b < end:
-                kept.append((b, end, offset + b - start))
+            kept += _outside([(start, end, offset)], low, high)
         self.ranges[first:last] = kept
         self.left -= sum(end - start for start, end, _ in cut)
         return cut
+
+
+def _end(one: Range) -> int:
+    """Where a range ends in the image."""
+    return one[2] + one[1] - one[0]
+
+
+def _outside(pieces: list[Range], low: int, high: int) -> list[Range]:
+    """List the parts of ranges that are not between two addresses."""
+    before = [(start, min(end, low), at) for start, end, at in pieces if start < low]
+    return before + [(max(start, high), end, at + max(start, high) - start) for start, end, at in pieces if end > high]
 
 
 class Server:
