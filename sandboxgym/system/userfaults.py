@@ -114,7 +114,7 @@ class Supposed:
         self.place = place
 
     def outside(self, low: int, high: int) -> Supposed:
-        """The same without what lies between two addresses."""
+        """Copy without what lies between two addresses."""
         return Supposed(_outside(self.pieces, low, high), self.place)
 
 
@@ -142,9 +142,9 @@ class Memory:
         self._arrived: list[tuple[int, int]] = []
         """Places that something was moved to."""
         self._aside: list[Range] = []
-        """What was in those places: it had been moved or unmapped before, but that is not reported yet."""
+        """Contents of those places from before: they had been moved or unmapped, but that is not reported yet."""
         self._perhaps: list[Supposed] = []
-        """What arrived there and is reported as gone, which may have been before it arrived."""
+        """Pieces that arrived there and are reported as gone; the report may be of those before them."""
 
     def read(self) -> list[Memory]:
         """Read what the kernel reports; returns the memory of processes that were forked."""
@@ -213,7 +213,7 @@ class Memory:
         self._put(pieces)
 
     def _cut_old(self, low: int, high: int) -> list[Range]:
-        """As `_cut`, but for where something has arrived."""
+        """Remove what lies between two addresses, but nothing where something has arrived; returns it."""
         cut, at = list[Range](), low
         for start, end in sorted(self._arrived):
             if start < high and end > at:
@@ -334,7 +334,7 @@ class Memory:
 
 
 def _end(one: Range) -> int:
-    """Where a range ends in the image."""
+    """Position in the image at which a range ends."""
     return one[2] + one[1] - one[0]
 
 
