@@ -46,8 +46,7 @@ test-all: setup
 
 # What failed last, by itself; more than three failures are no accident.
 test-failed: setup
-	@$(BIN)/python -c "import json, sys; n = len(json.load(open('.pytest_cache/v/cache/lastfailed'))); \
-		sys.exit(None if 0 < n <= 3 else f'{n} tests failed')"
+	$(BIN)/python tests/failed.py
 	$(BIN)/python -m pytest -n 0 --timeout 600 --last-failed --last-failed-no-failures none
 
 # Tests against a real vLLM server on the CPU, in an environment of its own: 3.5 GB. SANDBOXGYM_VLLM names another python.

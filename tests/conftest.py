@@ -33,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark the tests in `slowest.txt`, which `make test` leaves out; an empty SANDBOXGYM_SLOWEST leaves them fast."""
     slow = slowest.read() if os.environ.get("SANDBOXGYM_SLOWEST", "left out") else frozenset()
     for item in items:
-        if item.nodeid in slow:
+        if slowest.ungrouped(item.nodeid) in slow:
             item.add_marker(pytest.mark.slow)
 
 

@@ -20,15 +20,20 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_name("slowest.txt")
 
 
+def ungrouped(name: str) -> str:
+    """Return the id of a test without its group, which pytest-xdist adds: ``test_x.py::test_y[z]@group``."""
+    return name.rpartition("@")[0] if name.rfind("@") > name.rfind("]") else name
+
+
 def times(report: Path) -> dict[str, float]:
     """Seconds of each test of a JUnit report, set-up included, by its pytest id."""
-    found = {}
+    found: dict[str, float] = {}
     for case in ElementTree.parse(report).iter("testcase"):
         parts = str(case.get("classname")).split(".")
         for length in range(len(parts), 0, -1):  # a class of tests follows the module's name
             module = "/".join(parts[:length]) + ".py"
             if (ROOT / module).exists():
-                name = "::".join([module, *parts[length:], str(case.get("name"))])
+                name = ungrouped("::".join([module, *parts[length:], str(case.get("name"))]))
                 found[name] = found.get(name, 0.0) + float(case.get("time") or 0)
                 break
     return found

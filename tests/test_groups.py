@@ -1,0 +1,34 @@
+"""Groups of tests that one worker runs, one after the other; and tests that failed, run again without workers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import failed
+import pytest
+
+
+@pytest.mark.xdist_group("a group")
+def test_workers_know_the_groups(request: pytest.FixtureRequest) -> None:
+    """Versions of pytest and pytest-xdist that do not fit forget them in silence."""
+    grouped = bool(request.config.getoption("loadgroup", False))
+    assert request.node.nodeid.endswith("@a group") == grouped
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["a.py::b[c@d]@e, f", "a.py::b[c@d]", "a.py::g@h"], None),
+        ([], "0 tests failed"),
+        ([f"a.py::b[{number}]" for number in range(4)], "4 tests failed"),
+    ],
+)
+def test_failed_tests_are_named_as_without_workers(
+    names: list[str], told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "lastfailed"
+    cache.write_text(json.dumps(dict.fromkeys(names, True)))
+    monkeypatch.setattr(failed, "CACHE", cache)
+    assert failed.main() == told
+    assert set(json.loads(cache.read_text())) <= {"a.py::b[c@d]", "a.py::g", *(f"a.py::b[{n}]" for n in range(4))}
