@@ -30,6 +30,7 @@ EXCEPTIONS = {
     "sandboxgym/cli/__init__.py": "the commands of these names, which work without an environment",
     "sandboxgym/cli/swebench.py": "that command",
     "sandboxgym/cli/support/swebench_jobs.py": "that command's worker processes",
+    "sandboxgym/cli/support/webshop_build.py": "the command that makes what the shop keeps on disk",
     "sandboxgym/cli/serve.py": "the command that serves the shop as a website, which no other environment has",
     "sandboxgym/adapters/harbor.py": "the runner of that name, whose images of tasks are the environment's",
     "bpo_ref/args.py": "the default environment of a run",
