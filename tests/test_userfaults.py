@@ -287,6 +287,16 @@ def test_a_process_that_has_ended_is_found_out_at_the_first_request(monkeypatch:
     one.close()
 
 
+def test_memory_is_not_whole_while_it_only_seems_to_have_gone() -> None:
+    one = Simulated({})
+    one.memory = Memory(one.reader, [(200 * PAGE, 201 * PAGE, 0)], SOURCE)
+    one.tell(REMAP, 200 * PAGE, 100 * PAGE, PAGE)
+    one.tell(UNMAP, 100 * PAGE, 101 * PAGE)  # perhaps of what was there before
+    one.memory.read()
+    assert not one.memory.ranges and not one.memory.is_whole()
+    one.close()
+
+
 def test_what_is_not_found_may_have_been_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Simulated({})
     one.memory = Memory(one.reader, [(100 * PAGE, 101 * PAGE, 0)], SOURCE)

@@ -268,6 +268,10 @@ class Memory:
         start, end, _ = self.ranges[0]
         self._copy(start, min(end, start + MOST), start)
 
+    def is_whole(self) -> bool:
+        """True if all is there, and no report can bring back what seemed to have gone."""
+        return not (self.ranges or self.waiting or self._perhaps or self._aside)
+
     def ended(self) -> bool:
         """True if the process has ended, or executed another program: the kernel does not report that."""
         try:
@@ -412,7 +416,7 @@ class Server:
                 except Ended:
                     self._forget(descriptor, poll)
                     continue
-                if self._restored and not memory.ranges and not memory.waiting:
+                if self._restored and memory.is_whole():
                     self._forget(descriptor, poll)  # from now on the kernel itself brings zeros
             if len(self._memories) > self._sweep:
                 for descriptor in [number for number, memory in self._memories.items() if memory.ended()]:
