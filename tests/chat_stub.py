@@ -7,11 +7,13 @@ import json
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import urlsplit
 
 Answer = tuple[str, list[float], list[float]]
 """Content, log-probabilities of its tokens, and those of the alternatives to the first one."""
@@ -25,6 +27,24 @@ class ChatStub:
     url: str = ""
     requests: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    connections: int = 0
+    """How many are open, of clients that live or are gone."""
+
+    def settle(self, seconds: float = 60.0) -> None:
+        """Wait until what clients sent that are gone now is read and counted, and all connections are closed.
+
+        Raises:
+            TimeoutError: a connection is still open.
+        """
+        address = urlsplit(self.url)
+        with socket.create_connection((address.hostname, address.port), timeout=seconds) as last:
+            last.shutdown(socket.SHUT_WR)
+            last.recv(1)  # connections are accepted in turn: all that came before were
+        end = time.monotonic() + seconds
+        while self.connections:
+            if time.monotonic() > end:
+                raise TimeoutError(f"{self.connections} connections are still open")
+            time.sleep(0.005)
 
 
 def completion(content: str, logprobs: list[float], top: list[float]) -> dict[str, Any]:
@@ -86,7 +106,18 @@ def chat_stub(answer: Callable[[dict[str, Any]], Any]) -> Iterator[ChatStub]:
         def log_message(self, *_: Any) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def process_request(self, request: Any, client_address: Any) -> None:
+            with stub.lock:
+                stub.connections += 1
+            super().process_request(request, client_address)
+
+        def shutdown_request(self, request: Any) -> None:
+            super().shutdown_request(request)
+            with stub.lock:
+                stub.connections -= 1
+
+    server = Server(("127.0.0.1", 0), Handler)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     stub.url = f"http://127.0.0.1:{server.server_port}/v1"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import shutil
 import signal
@@ -27,6 +28,17 @@ from sandboxgym.system import directories
 toy_envs.register()
 
 gc.disable()  # until `pytest_collection_finish`: what is collected stays
+
+
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Name long parameters by their beginning and a digest.
+
+    pytest exports the name of the running test, and no process starts with a variable of more than 128 KiB.
+    """
+    if not isinstance(val, str | bytes) or len(val) <= 200:
+        return None
+    content = val if isinstance(val, bytes) else val.encode(errors="surrogatepass")
+    return f"{val[:40]!r}-{len(val)}-{hashlib.sha256(content).hexdigest()[:8]}"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

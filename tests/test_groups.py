@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import failed
@@ -32,3 +35,10 @@ def test_failed_tests_are_named_as_without_workers(
     monkeypatch.setattr(failed, "CACHE", cache)
     assert failed.main() == told
     assert set(json.loads(cache.read_text())) <= {"a.py::b[c@d]", "a.py::g", *(f"a.py::b[{n}]" for n in range(4))}
+
+
+@pytest.mark.parametrize("value", ["x" * 300_000, b"\xff" * 300_000, "\ud800" * 300_000])
+def test_processes_start_whatever_the_name_of_the_test(value: str | bytes) -> None:
+    """Pytest exports the name, with the parameters in it; a variable may have 128 KiB."""
+    assert subprocess.run([sys.executable, "-S", "-c", ""], check=True).returncode == 0
+    assert len(os.environ["PYTEST_CURRENT_TEST"]) < 1000 < len(value)

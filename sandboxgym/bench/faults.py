@@ -103,6 +103,8 @@ class Relay:
         self._server.bind(str(path))
         self._server.listen()
         self._ends: list[socket.socket] = []
+        self._lock = threading.Lock()
+        self._is_cut = False
         threading.Thread(target=self._serve, daemon=True).start()
 
     def _serve(self) -> None:
@@ -112,18 +114,30 @@ class Relay:
             except OSError:
                 return
             far = socket.socket(socket.AF_UNIX)
-            far.connect(self._target)
-            self._ends += [near, far]
+            with self._lock:
+                if self._is_cut:
+                    near.close()
+                    far.close()
+                    return
+                self._ends += [near, far]
+            try:
+                far.connect(self._target)
+            except OSError:  # no daemon, or cut in between
+                near.close()
+                far.close()
+                continue
             for source, sink in ((near, far), (far, near)):
                 threading.Thread(target=_copy, args=(source, sink), daemon=True).start()
 
     def cut(self) -> None:
         """Stop relaying answers."""
         self.path.unlink()
-        for end in (self._server, *self._ends):
-            with contextlib.suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
+        with self._lock:
+            self._is_cut = True
+            for end in (self._server, *self._ends):
+                with contextlib.suppress(OSError):
+                    end.shutdown(socket.SHUT_RDWR)
+                end.close()
 
 
 def _copy(source: socket.socket, sink: socket.socket) -> None:

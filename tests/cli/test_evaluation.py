@@ -230,6 +230,7 @@ def test_a_killed_run_is_continued_and_gives_what_an_uninterrupted_one_gives(her
         assert enough.wait(60)
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait(30)
+        stub.settle()
         before = len(lines(here / "killed"))
         assert 0 < before < 48
         with open(here / "killed/episodes.jsonl", "ab") as file:

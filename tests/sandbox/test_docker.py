@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import tarfile
@@ -573,3 +575,50 @@ def test_a_daemon_that_dies_meanwhile_is_a_typed_error(
     assert images(name) == [] == containers(name)
     tree.release()
     backend.close()
+
+
+def test_what_is_given_up_leaves_no_connection_to_the_daemon(
+    docker_image: str,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where the daemon answers once and not again, or the process can claim no directory."""
+
+    def connections() -> int:
+        gc.collect()
+        with os.scandir("/proc/self/fd") as opened:
+            return sum(os.readlink(entry.path).startswith("socket:") for entry in opened)
+
+    before = connections()
+    backend = DockerBackend(docker_image)
+    client = backend._ownership.client
+    assert connections() > before
+    backend.close()
+    del backend
+    assert connections() == before, "closed with the last backend, by itself and not by the garbage collector"
+    with monkeypatch.context() as patch:
+        patch.setattr("docker.DockerClient.ping", lambda self: self.api.inspect_image("no such image"))
+        with pytest.raises(SandboxUnavailable):
+            DockerBackend(docker_image)
+    with monkeypatch.context() as patch:
+        patch.setattr(run_directories, "claim", lambda kind: (_ for _ in ()).throw(OSError("full")))
+        with pytest.raises(OSError, match="full"):
+            DockerBackend(docker_image)
+    assert connections() == before and client is not None
+
+
+def test_a_relay_that_is_cut_while_it_connects_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that arrives during the cut is closed as well."""
+    with socket.socket(socket.AF_UNIX) as daemon:
+        daemon.bind(str(tmp_path / "daemon"))
+        daemon.listen()
+        for _ in range(50):
+            relay = Relay(tmp_path / "relay", str(tmp_path / "daemon"))
+            clients = [socket.socket(socket.AF_UNIX) for _ in range(5)]
+            for client in clients:
+                client.connect(str(tmp_path / "relay"))
+            relay.cut()
+            for client in clients:
+                client.settimeout(10)
+                with contextlib.suppress(ConnectionError):
+                    assert client.recv(1) == b""
+                client.close()

@@ -45,7 +45,11 @@ def connect(*, timeout: float = 120.0) -> docker.DockerClient:
         raise SandboxUnavailable("Docker images need the package docker: pip install 'sandboxgym[sandbox]'") from error
     with daemon_errors():
         client = docker.DockerClient(base_url=daemon_address(), timeout=timeout, version="auto")
-        client.ping()
+        try:
+            client.ping()
+        except BaseException:
+            client.close()
+            raise
         return client
 
 

@@ -19,13 +19,16 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.docker.client import connect, daemon_errors
 from sandboxgym.sandbox.docker.exec import live_errors
 from sandboxgym.sandbox.files import name_files as names
 from sandboxgym.system import run_directories
+
+if TYPE_CHECKING:
+    from docker import DockerClient
 
 KIND = "docker"
 LABEL = "sandboxgym.run"
@@ -43,13 +46,17 @@ class Ownership:
 
     def __init__(self) -> None:
         self.client = connect()
+        try:
+            self.path = run_directories.claim(KIND)
+        except BaseException:
+            self.client.close()
+            raise
         self.api: Any = self.client.api
-        self.path = run_directories.claim(KIND)
         self.labels = {LABEL: self.path.name}
         self._numbers = itertools.count(1)
         self._doomed: deque[str] = deque()
         self._doomed_containers: deque[str] = deque()
-        self._finalizer = weakref.finalize(self, _give_back, self.path, os.getpid())
+        self._finalizer = weakref.finalize(self, _give_back, self.client, self.path, os.getpid())
 
     @classmethod
     def of_this_process(cls) -> Ownership:
@@ -214,7 +221,9 @@ def _removed(remove: Callable[..., None], identity: str, **options: bool) -> boo
     return True
 
 
-def _give_back(path: Path, owner: int) -> None:
+def _give_back(client: DockerClient, path: Path, owner: int) -> None:
+    with contextlib.suppress(OSError):
+        client.close()
     if os.getpid() == owner:  # not in a forked child
         with contextlib.suppress(SandboxError, OSError):  # what cannot be removed now is left to the next start
             run_directories.give_back(path)
