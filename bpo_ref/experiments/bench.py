@@ -554,10 +554,11 @@ def _updates(options: Options, ours: dict[str, Any], instead: dict[str, Any], *,
     """Whole updates of two settings on embedded games, after a little SFT; both policies stay where they are."""
     config = Args(**read_config(Args, Path(__file__).parents[1] / "configs" / "alfworld-tiny.yaml"))
     kwargs = (f"games={options.games}" if options.games != "embedded" else "games=embedded:train", "features=true")
-    config = replace(config, env_kwargs=kwargs, eval_episodes=1, eval_untrained=False, trackers=(), sft_episodes=400)
+    config = replace(config, env_kwargs=kwargs, eval_episodes=1, eval_untrained=False, trackers=())
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        Trainer(replace(config, algo="sft", out=f"{folder}/start")).run()
+        # SFT takes less than a minute: a row has three to get ready.
+        Trainer(replace(config, algo="sft", sft_episodes=400, sft_steps=100, out=f"{folder}/start")).run()
         config = replace(config, sft_steps=0, init_from=f"{folder}/start/checkpoint", lr=1e-9, lr_decay="constant")
         trainers = [
             Trainer(replace(config, out=f"{folder}/{number}", **settings))

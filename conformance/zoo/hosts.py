@@ -400,6 +400,53 @@ class NewestFileOmitted(Container):
 
 
 @mutant(
+    "saving again after a restore saves what was restored",
+    "restore.nested",
+    "restore.trace_equality",
+    follows="e2b-dev/E2B#884",
+)
+class SecondSaveForgets(Container):
+    """Once it was resumed, later snapshots have the files of the first one."""
+
+    resumed: State | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.resumed = None
+        return super().reset(seed=seed, options=options)
+
+    def _capture(self) -> State:
+        return self.state if self.resumed is None else {**self.state, "files": self.resumed}
+
+    def _apply(self, state: State) -> None:
+        self.resumed = copy.deepcopy(state["files"])
+        super()._apply(state)
+
+
+@mutant(
+    "a restore removes no files",
+    "restore.trace_equality",
+    "restore.many",
+    "restore.diverge",
+    follows="NVIDIA/NemoClaw#6454",
+)
+class NewFilesSurvive(Container):
+    """What was captured is unpacked over the files that there are: later ones stay."""
+
+    def _apply(self, state: State) -> None:
+        there = self.state["files"] if self._was_reset else {mount: {} for mount in self.mounts}
+        joined = {mount: {**there[mount], **files} for mount, files in state["files"].items()}
+        super()._apply({**state, "files": joined})
+
+
+@mutant("variables are those of a new shell", "restore.trace_equality", follows="sandboxie-plus/Sandboxie#1782")
+class VariablesAnew(Container):
+    """What the start had set is there, and nothing that was set since."""
+
+    def _apply(self, state: State) -> None:
+        super()._apply({**state, "variables": {"TOKEN": state["variables"]["TOKEN"]}})
+
+
+@mutant(
     "a restore changes times of folders",
     "restore.trace_equality",
     "freshness.last_info",

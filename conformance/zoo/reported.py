@@ -14,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from sandboxgym import SnapshotWrapper, WrapperCodec, register_wrapper
-from zoo.corridor import Corridor
+from zoo.corridor import DROP, TAKE, Corridor
 from zoo.dice import Dice
 from zoo.game import Output, State
 from zoo.known_good import Sensors
@@ -123,6 +123,111 @@ class FinalIsOverwritten(Corridor):
             self.shared: dict[str, Any] = {}
         self.shared.update(super().info())
         return self.shared
+
+
+@mutant(
+    "the limit of steps counts those of all branches",
+    "restore.many",
+    "restore.trace_equality",
+    "resources.baseline",
+    follows="openai/gym#1638",
+)
+class LimitCountsAll(Corridor):
+    """A counter of steps goes on through restores; only a reset sets it to zero."""
+
+    taken = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.taken = 0
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: int) -> Any:
+        observation, reward, terminated, truncated, info = super().step(action)
+        self.taken += 1
+        return observation, reward, terminated, truncated or self.taken >= 48, info
+
+
+@mutant(
+    "a step after a restore takes the steps of the abandoned branch too",
+    "restore.trace_equality",
+    "restore.diverge",
+    follows="stanfordnmbl/osim-rl#131",
+)
+class AbandonedStepsAgain(Corridor):
+    """The engine still has the actions since the last restore in its queue, and acts on them first."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.since: list[int] = []
+        self.queue: list[int] = []
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: int) -> Any:
+        while self.queue:
+            self.act(self.queue.pop(0))
+        self.since.append(int(action))
+        return super().step(action)
+
+    def _apply(self, state: State) -> None:
+        self.queue, self.since = (self.since, []) if self._was_reset else ([], [])
+        super()._apply(state)
+
+
+@mutant(
+    "why the last action was refused is not restored",
+    "freshness.render",
+    "restore.trace_equality",
+    follows="wingedsheep/argentum-engine#2205",
+)
+class RefusalStays(Corridor):
+    """A refusal in an abandoned branch is shown after a restore."""
+
+    refused = ""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.refused = ""
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: int) -> Any:
+        can = {TAKE: self.state["coins"][self.state["cell"]], DROP: self.state["purse"]}
+        self.refused = "" if can.get(int(action), True) else f"nothing to {'take' if action == TAKE else 'drop'}"
+        return super().step(action)
+
+    def render(self) -> str:
+        return f"{super().render()} {self.refused}"
+
+
+@mutant("copies share one history", "fork.isolation", "fork.trace_equality", follows="Rochester-NRT/RocAlphaGo#124")
+class HistoryShared(Corridor):
+    """Children write into the log of the environment that they come from."""
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        children = super().fork(k, seed=seed)
+        for child in children:
+            child.state["log"] = self.state["log"]
+        return children
+
+
+class Sparse(Corridor):
+    """Pays for deliveries alone where it is told to, and copies forget that."""
+
+    def __init__(self, length: int = 5, render_mode: str | None = "ansi", dense: bool = True) -> None:
+        super().__init__(length, render_mode)
+        self.dense = dense
+
+    def step(self, action: int) -> Any:
+        observation, reward, *rest = super().step(action)
+        return observation, reward if self.dense or reward >= 1 else 0.0, *rest
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        twin = super().__deepcopy__(memo)
+        twin.dense = True
+        return twin
+
+
+@mutant("a deep copy has the default arguments", "fork.deepcopy", follows="Farama-Foundation/D4RL#208")
+def deepcopy_pays_more() -> Any:
+    """Rewards of a copy are those of an environment made without arguments."""
+    return Sparse(dense=False)
 
 
 _ROBOT: dict[str, int] = {}
