@@ -59,7 +59,7 @@ class Args:
     resume: bool = False
     """Continue from the last checkpoint in ``out``, exactly as if never interrupted."""
     overwrite: bool = False
-    """If ``out`` holds a run, remove its files and start anew."""
+    """Remove the files of a run that ``out`` holds, and start anew."""
     init_from: str | None = None
     """Checkpoint folder with the initial weights; SFT is then skipped."""
 

@@ -216,7 +216,7 @@ def defaults(checkpoint: str) -> Args:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Command line.
+    """Run the command line.
 
     Raises:
         SystemExit: the checkpoint cannot be loaded, or the environment not made or lost, with the reason.

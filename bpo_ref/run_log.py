@@ -111,7 +111,7 @@ class RunLog:
                 file.write(json.dumps(record) + "\n")
 
     def close(self) -> None:
-        """Flush."""
+        """Flush the logs."""
         if self._enabled:
             for tracker in self._trackers:
                 tracker.finish()

@@ -671,7 +671,7 @@ def train(args: Args) -> dict[str, Score]:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, Score]:
-    """Parse, check, train."""
+    """Parse the command line, check the settings, train."""
     return train(command_line(argv))
 
 

@@ -11,6 +11,7 @@ import difflib
 import importlib
 import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,6 +20,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 
 from sandboxgym.core import constructor_signature
 from sandboxgym.data import SANDBOX_CACHE, DataSet
+from sandboxgym.system.modules import explained, is_bare, missing
 from sandboxgym.task_env import EnvCard
 from sandboxgym.wrappers import SnapshotWrapper
 
@@ -67,10 +69,23 @@ def similar_id(env_id: str) -> str | None:
 
 @contextlib.contextmanager
 def nearest_named(env_id: str) -> Iterator[None]:
-    """Add the id that was probably meant to Gymnasium's `NameNotFound`, which looks into one namespace only."""
+    """Add to an error of `gymnasium.make` how it is mended: the id that was probably meant, or how to get its module.
+
+    Gymnasium looks for a similar name in one namespace only, and does not say where it has looked for a module.
+
+    Args:
+        env_id: an id, also ``package.module:Id-v0``; or ``module:function``.
+    """
+    module = env_id.rpartition(":")[0]
     try:
         yield
+    except ModuleNotFoundError as error:
+        if not module:
+            raise
+        raise explained(module, error) from error
     except gym.error.NameNotFound as error:
+        if is_bare(sys.modules.get(module)):
+            raise missing(module) from error
         near = similar_id(env_id)
         if near is None or "Did you mean" in str(error):
             raise

@@ -318,7 +318,7 @@ def _rng_of_format_1(data: bytes) -> bytes:
     streams = serialization.unpack(data)
     try:
         return serialization.pack(randomness.compact(streams))
-    except Exception as error:
+    except Exception as error:  # NumPy raises many types on content that lies
         if from_outside(error):
             raise
         return data
@@ -333,7 +333,7 @@ def _decode_transition(data: bytes) -> Transition | None:
         raise SnapshotCorrupt(f"expected the fields of a Transition, found {brief(content)}")
     try:
         float(content[1])
-    except Exception as error:
+    except Exception as error:  # any type of content may stand there
         if from_outside(error):
             raise
         raise SnapshotCorrupt(f"expected a number as the reward of a Transition, found {brief(content[1])}") from error

@@ -1,1 +1,1 @@
-"""The algorithms in trainers of others."""
+"""Algorithms of this package in other trainers."""

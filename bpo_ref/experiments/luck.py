@@ -63,7 +63,7 @@ def run(study: Study) -> str:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     study = tyro.cli(Study, config=(tyro.conf.FlagConversionOff,))
     try:
         print(run(replace(study, methods=METHODS) if study.methods == Study.methods else study))

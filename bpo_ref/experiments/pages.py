@@ -99,7 +99,7 @@ def draw(docs: Path) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("docs", nargs="?", type=Path, default=Path("docs"), help="folder of the pages")
     docs = parser.parse_args().docs

@@ -229,7 +229,7 @@ PLOTS = {"curves": learning_curve, "gains": gains}
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command line."""
     import argparse
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -171,5 +171,5 @@ class _Pending:
     def _run(self) -> None:
         try:
             self._found = self._sample()
-        except BaseException as error:
+        except BaseException as error:  # raised by whoever joins the thread
             self._error = error

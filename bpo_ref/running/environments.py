@@ -66,8 +66,10 @@ def refused(env_id: str, name: str) -> Iterator[None]:
         raise
     except FleetError as error:
         raise ConfigError(f"envs: {error}") from error
-    except (gym.error.UnregisteredEnv, ImportError) as error:
+    except gym.error.UnregisteredEnv as error:
         raise ConfigError(f"env_id: cannot make {env_id}: {error} (`sandboxgym list` shows some)") from error
+    except ImportError as error:
+        raise ConfigError(f"env_id: cannot make {env_id}: {error}") from error
     except (OSError, ValueError, TypeError, LookupError, gym.error.Error) as error:
         raise ConfigError(f"{name}: cannot make {env_id}: {error}") from error
 

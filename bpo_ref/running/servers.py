@@ -105,7 +105,7 @@ class Servers:
             self._ask(self._publisher.fleet.sleep)
 
     def close(self) -> None:
-        """Remove what was published."""
+        """Remove the weights that were published."""
         if self._accelerator.is_main_process:
             self._publisher.close()
 

@@ -30,7 +30,7 @@ def env_source(
     store: str | None = None,
     threads: int = 1,
 ) -> Envs:
-    """A source of a run's environments.
+    """Make the source of a run's environments.
 
     Args:
         env_id: id of the environment.

@@ -226,7 +226,7 @@ def collect_demonstrations(
                 expert = expert_of(env, f"{seed}/{episode}")
                 collected += _demonstration(env, expert, prompt, least, seed=seed + episode, options=options)
                 break
-            except Exception as error:
+            except Exception as error:  # environments and experts raise any type of error
                 if not retries:
                     envs.give(env)
                     raise

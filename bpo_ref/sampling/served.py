@@ -226,7 +226,7 @@ def at_once(actions: Sequence[Callable[[threading.Event], Result]], *, most: int
                 return
             try:
                 done.put((i, actions[i](stop), None))
-            except BaseException as error:
+            except BaseException as error:  # raised by the caller, which waits for an answer of each
                 stop.set()
                 done.put((i, None, error))
 

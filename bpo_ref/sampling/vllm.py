@@ -39,9 +39,9 @@ SERVE = (
 SERVE_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 " + SERVE + " --enable-lora --max-lora-rank RANK"
 """Command that starts a server for adapters; RANK is ``lora_r``, or the next larger of 8, 16, 32, 64, 128, 256."""
 DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
-"""Without it a server does not let its weights be changed."""
+"""Setting without which a server does not let its weights be changed."""
 RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-"""Without it a server does not load adapters."""
+"""Setting without which a server does not load adapters."""
 LOADING = "loading"
 """Version of weights that are being loaded: no run asks for it."""
 MOST_BYTES = 2**26

@@ -62,7 +62,7 @@ class ContextFull(EndpointError):
 
 
 class Aborted(RuntimeError):
-    """`ChatClient.abort` was called."""
+    """Raised for a request after `ChatClient.abort` was called."""
 
 
 class _Passing(Exception):

@@ -78,7 +78,7 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
 
     @classmethod
     async def sample_init(cls, task_name: str, config: Any, metadata: dict[str, str]) -> dict[str, SandboxEnvironment]:
-        """One sandbox, ``default``."""
+        """Make one sandbox, ``default``."""
         given = SandboxConfig(rootfs=config) if isinstance(config, str) else config or SandboxConfig()
         arguments = {name: getattr(given, name) for name in SandboxConfig.model_fields}
         return {"default": await cls.start(make_sandbox(**arguments))}

@@ -233,7 +233,7 @@ class _Refused(Exception):
 
 
 def make_server(branches: Branches) -> Server[Any]:
-    """A server whose tools act on these branches; whoever runs it closes them afterwards.
+    """Make a server whose tools act on these branches; whoever runs it closes them afterwards.
 
     Raises:
         ImportError: the package ``mcp`` is missing.

@@ -72,12 +72,12 @@ class Attempt:
     """Backends on which it would be the same attempt as on another."""
 
     def made_on(self, backend: str) -> bool:
-        """Tell whether it is made on a backend."""
+        """Tell whether the attempt is made on a backend."""
         return backend not in self.not_on
 
     @property
     def group(self) -> Group:
-        """Class of attempts that it belongs to."""
+        """Class of attempts that the attempt belongs to."""
         for group in GROUPS:
             if self.name.startswith(f"{group}/"):
                 return group

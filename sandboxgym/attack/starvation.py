@@ -359,7 +359,7 @@ class Owner:
             return 0
 
     def tell(self, *words: str) -> None:
-        """Send it a task."""
+        """Send the owner process a task."""
         assert self.process.stdin is not None
         self.process.stdin.write(" ".join(words).encode() + b"\n")
         self.process.stdin.flush()
@@ -386,7 +386,7 @@ class Owner:
         self.process.wait()
 
     def close(self) -> None:
-        """Let it end, and remove everything. Idempotent."""
+        """Let the owner process end, and remove everything. Idempotent."""
         if self.process.poll() is None:
             try:
                 self.process.communicate(timeout=15)

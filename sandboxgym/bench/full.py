@@ -148,7 +148,7 @@ def at_once(command: str, number: int, repeats: int, *, threads: int, lazy_pages
 
 @contextmanager
 def forks(sandbox: Sandbox, number: int) -> Iterator[list[Sandbox]]:
-    """Forks, not started, closed at the end."""
+    """Make forks that are not started, and closed at the end."""
     children = sandbox.fork(number, strict=True)
     try:
         yield children

@@ -70,7 +70,7 @@ class Uneven(SnapshotEnv[str, str]):
         return "0", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Wait."""
+        """Wait as long as a simulated step takes."""
         low, high = STEP
         seconds = low / (1.0 - self.np_random.random() * (1.0 - low / high))
         ends = self.np_random.random() < 0.05

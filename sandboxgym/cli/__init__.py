@@ -101,7 +101,7 @@ def _run(name: str, arguments: list[str]) -> int:
             raise
         print(f"sandboxgym {name}: this version does not have {module}", file=sys.stderr)
         return FAILED
-    except Exception as error:
+    except Exception as error:  # all but what is missing here is raised again
         if not _is_missing(error):
             raise
         print(f"sandboxgym {name}: {error}", file=sys.stderr)

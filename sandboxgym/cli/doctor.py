@@ -23,7 +23,7 @@ _COLOURS = {"ok": "green", "limited": "yellow", "missing": "dim"}
 
 
 def main(argv: Sequence[str]) -> int:
-    """``sandboxgym doctor``."""
+    """Run ``sandboxgym doctor``; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym doctor",
         description="Report what this machine can run. Every line is tested here, as your user, and cleaned up.",

@@ -38,7 +38,7 @@ SPARE = 64 * 2**20
 
 
 def main(argv: Sequence[str]) -> int:
-    """``sandboxgym download``."""
+    """Run ``sandboxgym download``; returns the exit status."""
     options = _parser(argv).parse_args(argv)
     dataset = data_sets()[options.dataset]
     root = Path(options.dir).expanduser().absolute() if options.dir else data.directory(dataset)

@@ -22,6 +22,7 @@ from sandboxgym.cli import OK, USAGE, CommandError
 from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.core import SnapshotSpec, constructor_signature
 from sandboxgym.registration import card_of, check_arguments, is_wrapped, registered_id, similar_id
+from sandboxgym.system.modules import import_named
 
 SENTENCES: dict[str, dict[Any, str]] = {
     "kind": {
@@ -103,7 +104,6 @@ def find_spec(env_id: str) -> EnvSpec:
     """The registered environment; this package's without namespace, others with a module to import."""
     module, _, env_id = env_id.rpartition(":")
     if module:
-        see_this_folder()
         import_modules([module])
     try:
         return gym.spec(registered_id(env_id))
@@ -130,7 +130,7 @@ def snapshot_kind(spec: EnvSpec) -> str:
 
 
 def list_main(argv: Sequence[str]) -> int:
-    """``sandboxgym list``."""
+    """Run ``sandboxgym list``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="sandboxgym list", description="List the environments of this package.")
     parser.add_argument("--all", action="store_true", help="also those of other packages that use SnapshotWrapper")
     parser.add_argument(
@@ -152,7 +152,7 @@ def list_main(argv: Sequence[str]) -> int:
 
 
 def info_main(argv: Sequence[str]) -> int:
-    """``sandboxgym info``."""
+    """Run ``sandboxgym info``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="sandboxgym info", description="Show all facts about one environment.")
     parser.add_argument("env_id", metavar="ENV_ID", help="sandboxgym/ALFWorld-v0, ALFWorld-v0 or package.module:Id-v0")
     add_kwargs(parser)
@@ -173,12 +173,16 @@ def see_this_folder() -> None:
 
 
 def import_modules(names: Sequence[str]) -> None:
-    """Import modules that register environments."""
-    import importlib
+    """Import modules that register environments; those of the present folder are found, too.
 
+    Raises:
+        CommandError: one cannot be imported; the message says how that is mended.
+    """
+    if names:
+        see_this_folder()
     for name in names:
         try:
-            importlib.import_module(name)
+            import_named(name)
         except ImportError as error:
             raise CommandError(f"cannot import {name}: {error}", status=USAGE) from error
 

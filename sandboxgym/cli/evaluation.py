@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib
 import json
 import math
 import os
@@ -39,6 +38,7 @@ from sandboxgym.cli.environments import make as make_env
 from sandboxgym.cli.support import evaluation_report as report
 from sandboxgym.cli.support.episodes import FORMAT, Key, Record, Store, Task, play
 from sandboxgym.spaces import Unicode
+from sandboxgym.system.modules import import_named
 from sandboxgym.task_env import task_count
 from sandboxgym.tree.files import save_trees
 from sandboxgym.tree.page import page
@@ -57,7 +57,7 @@ _VERSIONED = re.compile(r"-v\d+$")
 
 
 def main(argv: Sequence[str]) -> int:
-    """``sandboxgym eval``."""
+    """Run ``sandboxgym eval``; returns the exit status."""
     if any(argument.partition("=")[0] == "--checkpoint" for argument in argv):
         from sandboxgym.cli.passing import eval_main
 
@@ -193,7 +193,7 @@ def environment(env_id: str, kwargs: dict[str, Any], max_steps: int | None) -> C
         return functools.partial(make_env, spec.id, {**more, **kwargs})
     module, _, name = env_id.partition(":")
     try:
-        function: Any = importlib.import_module(module)
+        function: Any = import_named(module)
         for part in name.split("."):
             function = getattr(function, part)
     except (ImportError, AttributeError, ValueError) as error:
@@ -448,7 +448,7 @@ class Evaluation:
                 self._results.put(record)
         except Aborted:
             env = None
-        except BaseException as error:
+        except BaseException as error:  # SystemExit in an environment, too: the main thread raises it
             self._results.put(error)
         finally:
             if env is not None:
@@ -526,6 +526,6 @@ class Progress:
         self._out.flush()
 
     def clear(self) -> None:
-        """Remove the line."""
+        """Remove the line of progress."""
         if self._terminal and not self._quiet:
             print("\r\033[2K", end="", file=self._out, flush=True)

@@ -20,7 +20,7 @@ _CLEAR = "\x1b[H\x1b[J"
 
 
 def main(argv: Sequence[str]) -> int:
-    """``sandboxgym fleet``."""
+    """Run ``sandboxgym fleet``; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym fleet", description="Look at the environments on a Ray cluster, or empty one of its nodes."
     )

@@ -28,7 +28,7 @@ _TREES = ("root", "files")
 
 
 def main(argv: Sequence[str]) -> int:
-    """``sandboxgym gc``."""
+    """Run ``sandboxgym gc``; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym gc", description="Remove leftovers of killed processes. Files in use stay."
     )

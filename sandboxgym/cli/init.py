@@ -26,7 +26,7 @@ LONGEST = 40
 
 
 def main(argv: Sequence[str]) -> int:
-    """``sandboxgym init``."""
+    """Run ``sandboxgym init``; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym init",
         description="Write a package for your own environment: a small example that passes the conformance suite, "

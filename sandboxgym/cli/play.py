@@ -35,7 +35,7 @@ LISTED_ROWS = 8
 
 
 def main(argv: Sequence[str]) -> int:
-    """``sandboxgym play``."""
+    """Run ``sandboxgym play``; returns the exit status."""
     parser = argparse.ArgumentParser(
         prog="sandboxgym play",
         description="Play an environment in the terminal. Every step takes a snapshot: :undo, :goto and :tree move "

@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def listen(port: int, *, host: str = "127.0.0.1") -> socket.socket:
-    """A listening socket."""
+    """Open a listening socket."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except (OSError, OverflowError) as error:

@@ -37,7 +37,7 @@ from sandboxgym.system import interpreter
 
 
 def main(argv: Sequence[str]) -> int:
-    """``sandboxgym swebench``."""
+    """Run ``sandboxgym swebench``; returns the exit status."""
     options = _parser().parse_args(argv)
     if getattr(options, "jobs", 1) < 1 or getattr(options, "repeat", 1) < 1:
         raise CommandError("--jobs and --repeat: expected at least 1", status=2)

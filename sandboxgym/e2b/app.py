@@ -34,7 +34,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(service: Service, *, local_only: bool) -> Any:
-    """An ASGI application.
+    """Make the ASGI application of a service.
 
     Args:
         service: of its sandboxes; closed with the application.
@@ -50,7 +50,7 @@ def make_app(service: Service, *, local_only: bool) -> Any:
                 return await handler(request, service, tenant)
             except ClientDisconnect:
                 return Response(status_code=499)
-            except Exception as error:
+            except Exception as error:  # of any type: the client gets it as JSON
                 return _refused(refusal(error))
 
         return endpoint

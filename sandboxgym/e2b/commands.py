@@ -70,13 +70,13 @@ class Command:
         return f"{FOLDER}/{self.number}"
 
     def twin(self) -> Command:
-        """Its counterpart in a copy of the sandbox: nobody listens to it yet."""
+        """The command's counterpart in a copy of the sandbox: nobody listens to it yet."""
         made = Command(self.number, self.config, self.tag, self.takes_input, self.pid, self.holder)
         made.started.set()
         return made
 
     def info(self) -> Message:
-        """A ``ProcessInfo``."""
+        """The command as a ``ProcessInfo``."""
         return {"config": self.config, "pid": self.pid, **({} if self.tag is None else {"tag": self.tag})}
 
 
@@ -248,7 +248,7 @@ class Commands:
                 loop.remove_reader(descriptor)
 
     def go_on(self, *, replaced: bool) -> None:
-        """Read on.
+        """Continue to read the output of all commands, after the sandbox was captured.
 
         Args:
             replaced: the sandbox continues as a copy of itself. What waited in the old pipes waits in the copy's, too,

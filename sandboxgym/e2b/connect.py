@@ -57,7 +57,7 @@ class Failure(Exception):
         self.code = code
 
     def body(self) -> dict[str, str]:
-        """The error in the protocol's form."""
+        """The error as the protocol writes it."""
         return {"code": self.code, "message": str(self)}
 
 
@@ -120,7 +120,7 @@ async def serve(request: Request, method: Method) -> Response:
             return Response(envelope(answer) + envelope(b"{}", _END), media_type=kind)
     except ClientDisconnect:
         return Response(status_code=499)
-    except Exception as error:
+    except Exception as error:  # of any type: the client gets it in the protocol's form
         failure = _failure(error, method)
         if streams:
             return Response(envelope(json.dumps({"error": failure.body()}).encode(), _END), media_type=kind)
@@ -167,7 +167,7 @@ async def _answers(method: Method, call: Call, *, binary: bool) -> AsyncIterator
         async with contextlib.aclosing(_as_generator(method.stream(call))) as messages:
             async for message in messages:
                 yield envelope(encode(method.gives, message, binary=binary))
-    except Exception as error:
+    except Exception as error:  # of any type: a stream's error is its last message, as its status is sent
         end = {"error": _failure(error, method).body()}
     yield envelope(json.dumps(end).encode(), _END)
 

@@ -139,7 +139,7 @@ def _lost(lost: tuple[str, ...]) -> dict[str, str]:
 
 
 async def create(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``POST /sandboxes``, ``POST /v2/sandboxes``."""
+    """Answer ``POST /sandboxes``, ``POST /v2/sandboxes``."""
     given = await _given(request)
     given.none_of({"volumeMounts": "volumes", "iam": "identities", "mcp": "MCP gateways", "network": "network rules"})
     # True is what some versions of the library always send: it permits what need not be there.
@@ -163,7 +163,7 @@ async def create(request: Request, service: Service, tenant: Tenant) -> Response
 
 
 async def list_sandboxes(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``GET /sandboxes``, ``GET /v2/sandboxes``."""
+    """Answer ``GET /sandboxes``, ``GET /v2/sandboxes``."""
     query = request.query_params
     states = query.get("state", "running,paused" if request.url.path.startswith("/v2") else "running").split(",")
     wanted = set(urllib.parse.parse_qsl(query.get("metadata", "")))
@@ -200,18 +200,18 @@ def _page(request: Request, items: list[dict[str, Any]]) -> Response:
 
 
 async def detail(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``GET /sandboxes/ID``."""
+    """Answer ``GET /sandboxes/ID``."""
     return JSONResponse(_detail(_box(request, service, tenant), service))
 
 
 async def kill(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``DELETE /sandboxes/ID``."""
+    """Answer ``DELETE /sandboxes/ID``."""
     await service.kill(_box(request, service, tenant))
     return Response(status_code=204)
 
 
 async def set_timeout(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``POST /sandboxes/ID/timeout``: its deadline, counted from now."""
+    """Answer ``POST /sandboxes/ID/timeout``: its deadline, counted from now."""
     box = _box(request, service, tenant)
     seconds = (await _given(request)).get("timeout", int)
     if seconds is None:
@@ -224,7 +224,7 @@ async def set_timeout(request: Request, service: Service, tenant: Tenant) -> Res
 
 
 async def refresh(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``POST /sandboxes/ID/refreshes``: a later deadline."""
+    """Answer ``POST /sandboxes/ID/refreshes``: a later deadline."""
     box = _box(request, service, tenant)
     seconds = (await _given(request)).get("duration", int, 60)
     service.check_seconds(seconds)
@@ -234,7 +234,7 @@ async def refresh(request: Request, service: Service, tenant: Tenant) -> Respons
 
 
 async def pause(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``POST /sandboxes/ID/pause``."""
+    """Answer ``POST /sandboxes/ID/pause``."""
     box = _box(request, service, tenant)
     given = await _given(request)
     if box.paused is not None:
@@ -244,7 +244,7 @@ async def pause(request: Request, service: Service, tenant: Tenant) -> Response:
 
 
 async def connect(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``POST /sandboxes/ID/connect``, also of version 2, and ``POST /sandboxes/ID/resume``."""
+    """Answer ``POST /sandboxes/ID/connect``, also of version 2, and ``POST /sandboxes/ID/resume``."""
     box = _box(request, service, tenant)
     given = await _given(request)
     if request.url.path.endswith("/resume") and box.paused is None:
@@ -255,7 +255,7 @@ async def connect(request: Request, service: Service, tenant: Tenant) -> Respons
 
 
 async def fork(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``POST /sandboxes/ID/fork``: one result per copy, a sandbox or an error."""
+    """Answer ``POST /sandboxes/ID/fork``: one result per copy, a sandbox or an error."""
     box = _box(request, service, tenant)
     given = await _given(request)
     made, lost = await service.fork(box, given.get("count", int, 1), given.get("timeout", int, _DEFAULT_SECONDS))
@@ -269,7 +269,7 @@ def _error(error: Exception) -> dict[str, Any]:
 
 
 async def snapshot(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``POST /sandboxes/ID/snapshots``."""
+    """Answer ``POST /sandboxes/ID/snapshots``."""
     box = _box(request, service, tenant)
     given = await _given(request)
     name = given.get("name", str)
@@ -284,7 +284,7 @@ def _info(kept: Kept) -> dict[str, Any]:
 
 
 async def list_snapshots(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``GET /snapshots``."""
+    """Answer ``GET /snapshots``."""
     box, name = request.query_params.get("sandboxID"), request.query_params.get("name")
     found = [
         kept
@@ -295,13 +295,13 @@ async def list_snapshots(request: Request, service: Service, tenant: Tenant) -> 
 
 
 async def delete_template(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``DELETE /templates/ID``, by which clients delete snapshots."""
+    """Answer ``DELETE /templates/ID``, by which clients delete snapshots."""
     service.forget(tenant, request.path_params["name"])
     return Response(status_code=204)
 
 
 async def metrics(request: Request, service: Service, tenant: Tenant) -> Response:
-    """``GET /sandboxes/ID/metrics``: memory now, where it is counted; no history, and no share of processors."""
+    """Answer ``GET /sandboxes/ID/metrics``: memory now, where it is counted; no history, and no share of processors."""
     box = _box(request, service, tenant)
     backend = None if box.sandbox is None else box.sandbox.backend
     container = backend.container if isinstance(backend, OverlayBackend) else None

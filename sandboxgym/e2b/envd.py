@@ -155,7 +155,7 @@ class _Session:
     # Processes
 
     async def list(self, call: Call) -> Message:
-        """All running commands."""
+        """List all running commands."""
         return {"processes": self.box.commands.infos()}
 
     async def start(self, call: Call) -> AsyncIterator[Message]:
@@ -183,7 +183,7 @@ class _Session:
                     commands.listen()
                     async with asyncio.timeout(_STARTING):
                         await command.started.wait()
-                except BaseException as error:
+                except BaseException as error:  # a call that is cancelled, too: its command must not stay listed
                     commands.end(command, None)
                     if isinstance(error, TimeoutError):
                         raise Failure("unavailable", "the command did not start in time") from error
@@ -279,11 +279,11 @@ class _Session:
         return files.inside(call.message.get(name), self.user)
 
     async def stat(self, call: Call) -> Message:
-        """One entry."""
+        """Describe one entry of the file system."""
         return {"entry": await self._use(files.entry, self._path(call))}
 
     async def list_directory(self, call: Call) -> Message:
-        """Entries of a directory."""
+        """List the entries of a directory."""
         return {"entries": await self._use(files.entries, self._path(call), call.message.get("depth", 1))}
 
     async def make_directory(self, call: Call) -> Message:

@@ -103,12 +103,12 @@ class Snap:
 
     @property
     def full(self) -> bool:
-        """True if processes are in it, or there were none."""
+        """True if the snapshot has the processes, or there were none."""
         return not self.lost
 
     @property
     def lost(self) -> tuple[str, ...]:
-        """Names of what it lacks."""
+        """Names of what the snapshot lacks."""
         return tuple(self.snapshot.lossy)
 
 
@@ -376,7 +376,7 @@ class Service:
                 del tenant.made[next(iter(tenant.made))]
         try:
             box = await asyncio.shield(task)
-        except Exception:
+        except Exception:  # of any type: it is raised, and the next request with this key tries again
             tenant.made.pop(once, None)
             raise
         if box.closed:
@@ -457,7 +457,7 @@ class Service:
                 await self.pause(box, fully=False if box.pauses_fully is False else None)
             else:
                 await self.kill(box)
-        except Exception as error:
+        except Exception as error:  # of any type: nobody waits for it, and a sandbox must not outlive its time
             log.warning("the sandbox %s is killed, for it could not be paused: %s", box.id, error)
             await self.kill(box)
 
@@ -576,9 +576,11 @@ class Service:
             held = snap.snapshot.files() if files_only else snap.snapshot.retain()
             try:
                 await self.work(_restored, child, held)
-            except BaseException as error:
+            except BaseException as error:  # a call that is cancelled, too, leaves no sandbox behind
                 await self.work(child.close)
-                raise refusal(error) from error
+                if isinstance(error, Exception):
+                    raise refusal(error) from error
+                raise
             finally:
                 held.release()
             box.sandbox, box.paused = child, None

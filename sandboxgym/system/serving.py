@@ -125,7 +125,7 @@ class _TimedBodies:
 
         try:
             await self._app(scope, timed_receive, timed_send)
-        except Exception:
+        except Exception:  # frameworks raise types of their own on the disconnect that they were told of
             if not late or begun:
                 raise
         if late and not begun:

@@ -174,12 +174,12 @@ class Memory:
         return forked
 
     def _give_up(self, low: int, high: int) -> None:
-        """Bring nothing to where it was given up."""
+        """Forget the addresses of memory that the process gives up, so that nothing is brought there."""
         self._cut(low, high)
         self._perhaps = [one.outside(low, high) for one in self._perhaps]
 
     def _moved(self, old: int, new: int, size: int) -> None:
-        """Move what was between ``old`` and ``old + size``."""
+        """Note that the memory between ``old`` and ``old + size`` was moved to ``new``."""
         moved = self._take(old, old + size, place=(old, old + size))
         self._perhaps = [one.outside(new, new + size) for one in self._perhaps]
         self._aside += self._cut(new, new + size)
@@ -349,7 +349,7 @@ def _outside(pieces: list[Range], low: int, high: int) -> list[Range]:
 
 
 class Server:
-    """Serves the memory of all processes that one CRIU restores.
+    """Server of the memory of all processes that one CRIU restores.
 
     Args:
         images: directory of CRIU's images.

@@ -398,7 +398,7 @@ class Asynchronous(Driver):
         for retries_left in reversed(range(self.retries)):
             try:
                 return await self.in_source(super().take)
-            except Exception as error:
+            except Exception as error:  # an environment's constructor may raise anything
                 logger.warning("no environment could be made (%s), retries left: %d", described(error), retries_left)
         return await self.in_source(super().take)
 
@@ -423,7 +423,7 @@ class Asynchronous(Driver):
         while await self.lose(run, error):
             try:
                 run.env = await self.in_source(super().take)
-            except Exception as failed_again:
+            except Exception as failed_again:  # of an environment's constructor: it counts as one more loss
                 error = failed_again
                 continue
             anchor = run.anchors[-1 if run.lost == 1 else 0]
@@ -513,12 +513,12 @@ class _Waits:
         self.since, self.waiting = now, self.waiting + change
 
     def begin(self) -> float:
-        """Begin to wait; to be handed to `end`."""
+        """Begin to wait; the result is for `end`."""
         self._tick(1)
         return self.share
 
     def end(self, since: float) -> float:
-        """End a wait; the seconds that are its part."""
+        """End a wait; returns the seconds that are its part."""
         self._tick(-1)
         return self.share - since
 

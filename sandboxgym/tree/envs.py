@@ -95,7 +95,7 @@ class Envs:
         self._made = [made for made in self._made if made is not env]
         try:
             env.close()
-        except Exception as error:
+        except Exception as error:  # it has failed already, and may raise anything
             logger.warning("an environment that had failed could not be closed: %s", described(error))
 
     def call(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
@@ -146,7 +146,7 @@ def guarded(job: Callable[[], T]) -> T | Exception:
     """Result of a job, or the exception that it raised."""
     try:
         return job()
-    except Exception as error:
+    except Exception as error:  # is the job's result; the others go on
         return error
 
 

@@ -214,14 +214,14 @@ def _name(kind: str, *about: Any) -> bytes:
 
 
 class _Gone:
-    """Stands for a snapshot of the process that ended."""
+    """Stand-in for a snapshot of the process that ended."""
 
     def __init__(self, reference: Reference | None) -> None:
         self.reference = reference
         self.snap: Any = None
 
     def release(self) -> None:
-        """Release what was found of it."""
+        """Release the snapshot, if it was found."""
         if self.snap is not None:
             self.snap.release()
 

@@ -578,7 +578,7 @@ class Lockstep(Driver):
                 (found,) = self.envs.call([partial(self.replay_to, run, run.anchors[-1 if run.lost == 1 else 0], go)])
                 self.record_recovery(run, lost)
                 return found
-            except Exception as failed_again:
+            except Exception as failed_again:  # of an environment: it counts as one more loss
                 error = failed_again
             finally:
                 self.clock.snapshots += time.perf_counter() - began

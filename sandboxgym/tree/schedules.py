@@ -80,7 +80,7 @@ class TopEntropy(Schedule):
         self.points, self.width = points, width
 
     def watches(self, path: Path) -> bool:
-        """True for the first path."""
+        """True for a task's first path, whose ends all forks start from."""
         return path.key == (0, 0)
 
     def after(self, tree: RolloutTree, path: Path) -> Iterable[tuple[Node, int]]:

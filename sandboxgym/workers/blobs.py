@@ -66,7 +66,7 @@ class Blobs(ABC):
 
     @abstractmethod
     def delete(self, name: str) -> None:
-        """Delete a name, if it is there."""
+        """Delete the bytes under a name, if there are any."""
 
     def renew(self, found: Found, *, within: float) -> bool:
         """Make a name young again; False if that takes writing it again, unless it is younger than so many seconds."""

@@ -38,7 +38,7 @@ EXPERTS = 64
 
 
 class EnvFailure(Exception):
-    """An environment in a worker failed.
+    """Raised if an environment in a worker failed.
 
     Attributes:
         index: which environment of a vector environment; None elsewhere.

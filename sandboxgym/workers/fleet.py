@@ -381,7 +381,7 @@ class RayEnvs(PooledEnvs):
         self._reporter = reporter_of(self, spec_id(env))
 
     def new_worker(self) -> Worker:
-        """A worker on the cluster."""
+        """Start a worker on the cluster."""
         return self._asked_for(next(self._preferred, None))
 
     def _asked_for(self, node: str | None) -> RayWorker:

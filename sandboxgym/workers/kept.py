@@ -320,7 +320,7 @@ class Kept:
         self._finalizer()
 
     def at(self, worker: Worker) -> bool:
-        """True if a worker keeps it."""
+        """True if a worker keeps the snapshot."""
         return worker is self.worker and worker.alive and worker.generation == self.generation
 
     def prepare(self, timeout: float | None = None) -> str:

@@ -103,7 +103,7 @@ def packed_answers(answers: list[Answer]) -> bytes:
 
 
 class _PlainPickler(pickle.Pickler):
-    """Refuses objects of other packages, which the owner may be unable to unpickle."""
+    """Pickler that refuses objects of other packages, which the owner may be unable to unpickle."""
 
     def reducer_override(self, value: Any) -> Any:
         """See ``pickle.Pickler``; never called for plain data."""
@@ -120,7 +120,7 @@ _KNOWN = ("sandboxgym", "numpy", "builtins", "collections", "datetime")
 def _by_itself(value: Any) -> bytes:
     try:
         return pickle.dumps((False, dumps(value)))
-    except BaseException as error:
+    except BaseException as error:  # SystemExit in a value's own pickling, too: the owner waits for an answer
         return pickle.dumps((True, _dumps_error(error)))
 
 

@@ -110,7 +110,7 @@ class SnapshotStore:
 
     @property
     def place(self) -> str:
-        """Directory or URL."""
+        """Directory or URL of the store."""
         return self._blobs.place
 
     def put(self, snap: Snapshot, *, lease: Lease | None = None, name: str = "") -> Stored:
@@ -196,7 +196,7 @@ class SnapshotStore:
         return Lease(self._blobs, _check_name(name), seconds)
 
     def nbytes(self) -> int:
-        """Bytes of all that is there."""
+        """Size in bytes of all snapshots in the store."""
         return sum(found.nbytes for folder in ("blobs", "snapshots") for found in self._blobs.list(folder))
 
     def collect(self, *, grace: float = GRACE) -> Collected:
@@ -352,14 +352,14 @@ class Lease:
 
     @property
     def live(self) -> bool:
-        """True if it has not ended."""
+        """True if the lease has not ended."""
         try:
             return float(self._blobs.read(self._path(_UNTIL)).decode()) > time.time()
         except (FileNotFoundError, ValueError):
             return False
 
     def renew(self) -> None:
-        """Let it last for its ``seconds`` from now."""
+        """Let the lease last for its ``seconds`` from now."""
         self._write(_UNTIL, str(time.time() + self.seconds).encode())
 
     def hold(self, key: str) -> None:
@@ -385,12 +385,12 @@ class Lease:
             return None
 
     def keys(self) -> list[str]:
-        """Keys of the snapshots that it holds."""
+        """Keys of the snapshots that the lease holds."""
         names = (found.name.rpartition("/")[2] for found in self._blobs.list(f"leases/{self.name}"))
         return sorted(name for name in names if name != _UNTIL)
 
     def release(self) -> None:
-        """End it now."""
+        """End the lease now."""
         for folder in ("leases", "names"):
             for found in self._blobs.list(f"{folder}/{self.name}"):
                 self._blobs.delete(found.name)

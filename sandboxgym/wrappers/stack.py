@@ -141,7 +141,7 @@ def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> Output:
         for wrapper, codec in reversed(wrappers):
             try:
                 observation, info = output(wrapper, codec, observation, info)
-            except Exception as error:
+            except Exception as error:  # a wrapper may raise anything on content that lies
                 _refuse(name_of(wrapper), error, trusted=trusted)
                 raise
             outputs.append((observation, info))
@@ -150,7 +150,7 @@ def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> Output:
     try:
         try:
             _apply(wrappers, layers, seed)
-        except Exception as error:
+        except Exception as error:  # a codec may raise anything on content that lies
             _refuse("the stack of wrappers", error, trusted=trusted)
             raise
         handle: Any = snap
@@ -327,14 +327,14 @@ class StackSnapshot:
         return bool(getattr(self.handle, "released", False))
 
     def save(self, path: Any) -> None:
-        """Refused: only the environment knows its handle's durable form."""
+        """Raise `SnapshotNotSupported`: only the environment knows its handle's durable form."""
         raise SnapshotNotSupported(
             f"{self.env_id} has snapshots of its own ({type(self.handle).__qualname__}), which cannot be saved "
             "together with wrappers: save env.unwrapped.snapshot(), or derive the environment from SnapshotEnv"
         )
 
     def to_bytes(self) -> bytes:
-        """Refused like `save`."""
+        """Raise `SnapshotNotSupported`, like `save`."""
         self.save(None)
         raise AssertionError("unreachable")
 
@@ -513,7 +513,7 @@ def _check_layers(wrappers: Sequence[_Coded], layers: Sequence[Layer], *, truste
             continue
         try:
             fits = _is_state(wrapper, codec, layer.state)
-        except Exception as error:
+        except Exception as error:  # a codec may raise anything on content that lies
             _refuse(layer.name, error, trusted=False)
             raise
         if not fits:

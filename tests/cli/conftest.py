@@ -28,6 +28,7 @@ def run(monkeypatch, capsys):
     """Run a command with lines on its standard input; returns (status, output, errors)."""
 
     def call(*arguments: str, lines: tuple[str, ...] = ()) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "path", list(sys.path))  # commands add the present folder
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         try:
             status = main(arguments)

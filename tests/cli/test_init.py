@@ -7,11 +7,14 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+import sandboxgym
 from sandboxgym.cli import init
+from sandboxgym.system.modules import import_named
 
 ROOT = Path(__file__).parents[2]
 
@@ -81,6 +84,55 @@ def test_the_whole_suite_certifies_it(package):
     done = within(package, "sandboxgym", "conformance", "two_rooms:TwoRoomsEnv-v0", *tasks, "--badge", "badge.svg")
     assert done.returncode == 0 and "Snapshots faithful" in done.stdout, done.stdout + done.stderr
     assert "4 of 4 fields" in done.stdout and "NOT tested:" not in done.stdout
+
+
+COMMANDS = {
+    "play": ("play", "{}"),
+    "info": ("info", "{}"),
+    "eval": ("eval", "{}", "--base-url", "http://localhost:1/v1", "--model", "m"),
+    "eval of a class": ("eval", "two_rooms.env:TwoRoomsEnv", "--base-url", "http://localhost:1/v1", "--model", "m"),
+    "list": ("list", "--import", "two_rooms"),
+    "download": ("download", "--import", "two_rooms"),
+    "serve": ("serve", "openenv", "{}"),
+    "conformance": ("conformance", "{}", "--only", "api.spec"),
+    "train": ("train", "--env-id", "{}", "--model", "tiny:xs", "--out", "run"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(("within", "install"), [(".", "pip install -e two_rooms"), ("two_rooms", "pip install -e .")])
+def test_every_command_says_how_to_install_it(package, run, monkeypatch, command, within, install):
+    monkeypatch.chdir(package.parent / within)
+    monkeypatch.syspath_prepend(".")
+    if command == "train":
+        pytest.importorskip("accelerate")
+    if command == "serve":
+        pytest.importorskip("starlette")
+    try:
+        status, _, err = run(*(word.format("two_rooms:TwoRoomsEnv-v0") for word in COMMANDS[command]))
+    finally:
+        sys.modules.pop("two_rooms", None)
+    assert status in (1, 2, 3) and "there is no module two_rooms" in err, err
+    assert f"`{install}`" in err and str(Path.cwd()) in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        (
+            "not_there_at_all",
+            "or start in the folder that contains not_there_at_all.py or not_there_at_all/__init__.py",
+        ),
+        ("json.not_there", r"the package json \(.*json/__init__.py\) has no module json.not_there$"),
+        ("needy", f"needy needs the module not_there_at_all, which is not installed in {sys.prefix}"),
+    ],
+)
+def test_a_module_that_cannot_be_imported_is_told_with_what_to_do(tmp_path, monkeypatch, module, said):
+    (tmp_path / "needy.py").write_text("import not_there_at_all")
+    monkeypatch.syspath_prepend(tmp_path)
+    for attempt in (partial(import_named, module), partial(sandboxgym.make, f"{module}:Name-v0")):
+        with pytest.raises(ModuleNotFoundError, match=said):
+            attempt()
 
 
 def test_it_can_be_installed_without_a_network(package, tmp_path):

@@ -47,7 +47,7 @@ def application(
     limits: Limits | None = None,
     hosts: frozenset[str] | None = None,
 ) -> Starlette:
-    """An ASGI application that serves environments: one at ``/``, several at ``/NAME`` each.
+    """Make an ASGI application that serves environments: one at ``/``, several at ``/NAME`` each.
 
     Args:
         makers: make an environment, by the name that clients know.

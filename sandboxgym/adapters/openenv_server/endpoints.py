@@ -97,7 +97,7 @@ class Served:
         self._env.close()
 
     async def do(self, session: Session, verb: str, data: Any) -> Answer:
-        """One message on a session."""
+        """Carry out one message on a session."""
         given = self.check(verb, data)
         if verb == "fork":
             children = await self.sessions.fork(session, given)
@@ -108,7 +108,7 @@ class Served:
     # The WebSocket of an episode.
 
     async def ws(self, websocket: WebSocket) -> None:
-        """Messages of a client, until it or its session ends."""
+        """Answer the messages of a client, until it or its session ends."""
 
         async def answer(session: Session, text: str) -> Answer | None:
             message = parsed(text)
@@ -141,7 +141,7 @@ class Served:
         await self._converse(websocket, answer, refused)
 
     async def mcp_ws(self, websocket: WebSocket) -> None:
-        """JSON-RPC of an agent on a session of its own."""
+        """Answer JSON-RPC of an agent on a session of its own."""
 
         async def answer(session: Session, text: str) -> Answer:
             return await self.rpc(rpc_parsed(text), session)
@@ -282,7 +282,7 @@ class Served:
     # HTTP.
 
     async def control(self, request: Request, verb: str) -> Answer:
-        """A message by HTTP, on the session that the body names."""
+        """Carry out a message by HTTP, on the session that the body names."""
         body = await _body(request)
         wanted = body.pop("session_id", None)
         if wanted is not None and not isinstance(wanted, str):
@@ -320,7 +320,7 @@ class Served:
         return await self.sessions.call(session, session.state, {})
 
     async def metadata(self, request: Request) -> Answer:
-        """Name and description."""
+        """Name and description of the environment."""
         return {
             "name": self.name,
             "description": self.about,
@@ -340,7 +340,7 @@ class Served:
         }
 
     async def mcp(self, request: Request) -> Answer:
-        """A JSON-RPC request by HTTP."""
+        """Answer a JSON-RPC request by HTTP."""
         try:
             given = rpc_parsed(await _read(request))
         except Refused as error:
@@ -348,7 +348,7 @@ class Served:
         return await self.rpc(given)
 
     async def tasks(self, request: Request, what: str) -> Any:
-        """The task endpoints: splits, tasks, num_tasks, task, task_range."""
+        """Answer the task endpoints: splits, tasks, num_tasks, task, task_range."""
         named = request.path_params.get("env")
         if named is not None and named.lower() != self.name.lower():
             raise Refused("SESSION_ERROR", f"unknown environment: expected {self.name}, found {brief(named, 80)}")

@@ -52,7 +52,7 @@ _Result = TypeVar("_Result")
 
 
 class Refused(Exception):
-    """A call that cannot be done.
+    """Raised for a call that cannot be done.
 
     Args:
         code: the protocol's, such as EXECUTION_ERROR.
@@ -65,7 +65,7 @@ class Refused(Exception):
 
 
 class _TooLate(Exception):
-    """A call took longer than the limit."""
+    """Raised if a call took longer than the limit."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +285,7 @@ class Sessions:
         self._ends: set[Future[Any]] = set()
 
     async def create(self, name: str, *, owned: bool = True) -> Session:
-        """A session with a new environment.
+        """Open a session with a new environment.
 
         Raises:
             Refused: there are too many, or the environment could not be made.

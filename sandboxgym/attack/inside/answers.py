@@ -73,7 +73,7 @@ def _child(request: "dict[str, Any]", out: int) -> None:
         answer = refused(f"{name_of(error.errno or 0)} ({error.filename or error.strerror})")
     except MemoryError:
         answer = refused("no memory for it")
-    except BaseException as error:
+    except BaseException as error:  # SystemExit, too: an attempt always has an answer
         where = traceback.extract_tb(sys.exc_info()[2])[-1]
         answer = absent(f"the attempt itself failed: {type(error).__name__}: {error} ({where[0]}:{where[1]})")
     os.write(out, _line(answer.verdict, answer.detail, answer.facts))

@@ -55,7 +55,7 @@ _STEP = 120.0
 
 
 def started(workers: int) -> RayEnvs:
-    """ALFWorld in actors that all run."""
+    """Start ALFWorld in actors, until all run."""
     source = RayEnvs(ALFWORLD, workers, timeout=_STEP)
     while len(source._running()) < workers:
         time.sleep(0.1)
@@ -171,7 +171,7 @@ def recovery(source: RayEnvs, repeats: int) -> None:
 
 
 def many(source: RayEnvs, count: int) -> None:
-    """Live environments in two actors: memory and steps."""
+    """Measure memory and steps of live environments in two actors."""
     while len(source._running()) < 2:
         time.sleep(0.1)
     few = playing(source, _FEW)

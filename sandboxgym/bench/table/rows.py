@@ -123,7 +123,7 @@ def _reset_by_path(options: Options) -> Iterator[Pair]:
 
 
 def _vector(options: Options, *, theirs: bool) -> Iterator[Pair]:
-    """A step of each of eight environments."""
+    """Measure a step of each of eight environments."""
     from sandboxgym.workers.vector import SnapshotVectorEnv
 
     make = functools.partial(gym.make, "sandboxgym/ALFWorld-v0", games=options.games, max_episode_steps=1_000_000)

@@ -310,7 +310,7 @@ def _run(
     with process:
         try:
             out, err = process.communicate(timeout=seconds)
-        except BaseException as error:
+        except BaseException as error:  # Ctrl-C, too: the command must not stay
             os.killpg(process.pid, signal.SIGKILL)  # also what the command has started in turn
             if isinstance(error, subprocess.TimeoutExpired):
                 return None

@@ -314,5 +314,5 @@ def _grow(tree: RolloutTree, key: tuple[int, int], record: Record) -> None:
 
 
 def _clean(text: str) -> str:
-    """Without halves of characters, which JSON can name and a file of text cannot hold."""
+    """Replace halves of characters, which JSON can name and a file of text cannot hold."""
     return text.encode(errors="replace").decode()

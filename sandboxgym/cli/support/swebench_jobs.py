@@ -103,7 +103,7 @@ class _Worker:
                 self._process.send_signal(signal.SIGINT)
 
     def end(self) -> None:
-        """Wait some seconds for its end."""
+        """Wait some seconds for the worker's end."""
         process = self._process
         if process is not None:
             try:
@@ -207,7 +207,7 @@ def serve() -> None:
             busy.set()
             try:
                 answer["result"] = _work(job, row)
-            except Exception as error:
+            except Exception as error:  # of any type, in a row's data or its tests: the other rows are worked on
                 answer["error"] = f"{error}" if str(error) else type(error).__name__
             busy.clear()
             out.write(json.dumps({**answer, "notes": notes.kept}) + "\n")

@@ -30,7 +30,7 @@ from sandboxgym.system.run_directories import tree_nbytes
 
 
 def main(argv: Sequence[str]) -> int:
-    """``sandboxgym webshop``."""
+    """Run ``sandboxgym webshop``; returns the exit status."""
     parser = argparse.ArgumentParser(prog="sandboxgym webshop", description="Prepare WebShop's catalogues.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     build = commands.add_parser("build", help="make what is kept on disk of a catalogue: products, index, goals")

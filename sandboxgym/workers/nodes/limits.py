@@ -18,7 +18,7 @@ _PAUSE = 0.05
 
 
 class FleetFull(FleetError):
-    """No node of a fleet had room for an environment within the deadline; the message says which limit was reached."""
+    """Raised if no node of a fleet had room within the deadline; the message says which limit was reached."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Limits:
 
 
 class Gate:
-    """Decides where an environment may be made.
+    """Admission of environments to nodes within their limits.
 
     Args:
         limits: per node.

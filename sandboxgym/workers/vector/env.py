@@ -44,7 +44,7 @@ class EpisodeOver(Exception):
 
 
 class NotEnoughIdle(Exception):
-    """Fewer environments are idle than forks were requested."""
+    """Raised if fewer environments are idle than forks were requested."""
 
 
 class _Durable(NamedTuple):

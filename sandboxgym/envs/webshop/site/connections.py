@@ -235,7 +235,7 @@ class Listener(socketserver.TCPServer):
                 connection.idle, patience = time.monotonic(), IDLE_SECONDS
         except OSError as error:  # the visitor is gone, or too slow to take an answer
             log.debug("a connection of %s ended: %r", connection.visitor, error)
-        except Exception as error:
+        except Exception as error:  # of one visitor: the others are served all the same
             log.error("a connection of %s could not be served: %r", connection.visitor, error)
             log.debug("traceback of that error", exc_info=True)
         finally:

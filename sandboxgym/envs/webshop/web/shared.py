@@ -19,7 +19,7 @@ class Closes(Protocol):
         """True if it still works; a new user of one that does not gets a new one."""
 
     def close(self) -> None:
-        """Release everything it holds."""
+        """Release everything that the resource holds."""
 
 
 K = TypeVar("K", bound=Hashable)

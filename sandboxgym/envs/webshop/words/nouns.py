@@ -67,7 +67,7 @@ def open_nouns(
     *,
     fallback: str | Callable[[str], Iterable[str]] | None = None,
 ) -> Nouns:
-    """Open a backend.
+    """Open a tagger of nouns.
 
     Args:
         source: "embedded" (rules of this package, :mod:`.tagger`), "spacy" or "spacy:MODEL" (as the original), a
