@@ -183,6 +183,8 @@ def import_modules(names: Sequence[str]) -> None:
     for name in names:
         try:
             import_named(name)
+        except ModuleNotFoundError as error:
+            raise CommandError(str(error), status=USAGE) from error
         except ImportError as error:
             raise CommandError(f"cannot import {name}: {error}", status=USAGE) from error
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from sandboxgym.bench import MODULES, NAMES
 from sandboxgym.cli import FAILED, OK, USAGE, CommandError
+from sandboxgym.cli.environments import see_this_folder
 
 
 def bench_main(argv: Sequence[str]) -> int:
@@ -49,6 +50,7 @@ def conformance_main(argv: Sequence[str]) -> int:
 def train_main(argv: Sequence[str]) -> int:
     """Run ``python -m bpo_ref.train`` with these arguments, in one process; `accelerate launch` starts several."""
     _require_trainer()
+    see_this_folder()
     settings = importlib.import_module("bpo_ref.args")
 
     def train() -> None:
@@ -61,6 +63,7 @@ def train_main(argv: Sequence[str]) -> int:
 def eval_main(argv: Sequence[str]) -> int:
     """Run ``python -m bpo_ref.eval`` with these arguments."""
     _require_trainer()
+    see_this_folder()
     return _status("eval", argv, importlib.import_module("bpo_ref.eval").main)
 
 

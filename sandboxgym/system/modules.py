@@ -33,7 +33,7 @@ def explained(module: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
     if not name:
         return ModuleNotFoundError(str(error))
     if name == module or module.startswith(f"{name}."):
-        return missing(name)
+        return missing(module)
     said = f"{module} needs the module {name}, which is not installed in {sys.prefix}: add it there with pip"
     return ModuleNotFoundError(said, name=name)
 
@@ -49,7 +49,7 @@ def missing(module: str) -> ModuleNotFoundError:
         f"install its package with `pip install -e {project}`"
         if project is not None
         else "install its package, as with `pip install -e FOLDER` for the folder of its pyproject.toml, or start in "
-        f"the folder that contains {package if package != module else f'{package}.py or {package}/__init__.py'}"
+        f"the folder that contains {f'{package}/' if package != module else f'{package}.py or {package}/__init__.py'}"
     )
     return ModuleNotFoundError(f"there is no module {module} in {', '.join(_places())}: {todo}", name=module)
 
@@ -60,11 +60,12 @@ def is_bare(module: ModuleType | None) -> bool:
 
 
 def _places() -> list[str]:
-    """Folders in which modules are looked for: up to three of the user's, and the installation."""
+    """Folders in which modules are looked for: up to three of the user's, this one first, and the installation."""
     here = os.getcwd()
-    folders = dict.fromkeys(path or here for path in sys.path)
+    folders = dict.fromkeys(map(os.path.abspath, sys.path))
     installed = (sys.prefix, sys.base_prefix)
     own = [path for path in folders if path == here or not any(map(Path(path).is_relative_to, installed))]
+    own.sort(key=lambda path: path != here)
     return [*own[:3], f"the packages of {sys.prefix}"]
 
 
