@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -393,3 +396,32 @@ def test_options_that_cannot_be_are_refused_in_a_sentence(e2b: Any, options: tup
     command = [sys.executable, "-m", "sandboxgym", "serve", "e2b", "--port", "0", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
     assert done.returncode in (1, 2) and says in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_resumption_that_is_cancelled_ends_its_sandbox_and_stays_cancelled() -> None:
+    pytest.importorskip("starlette")
+    from sandboxgym.e2b import service
+
+    ended: list[str] = []
+
+    async def work(function: Callable[..., Any], *arguments: Any) -> Any:
+        if function is service._restored:  # the state is large, and the client leaves meanwhile
+            await asyncio.Event().wait()
+        return function(*arguments)
+
+    async def template(name: str) -> tuple[Any, None]:
+        child = SimpleNamespace(close=lambda: ended.append("sandbox"))
+        return SimpleNamespace(fork=lambda count: [child]), None
+
+    held = SimpleNamespace(release=lambda: ended.append("snapshot"))
+    kept = SimpleNamespace(template="base", snapshot=SimpleNamespace(retain=lambda: held))
+    here = SimpleNamespace(work=work, _template=template, _templates_lock=asyncio.Lock(), _reserve=lambda *_: None)
+    box = SimpleNamespace(paused=kept, sandbox=None, tenant=SimpleNamespace(reserved=1))
+
+    async def left() -> None:
+        async with asyncio.timeout(0):
+            await service.Service._resume(here, box, 60)  # type: ignore[arg-type]
+
+    with pytest.raises(TimeoutError):  # of the timeout, which makes it of the cancellation
+        asyncio.run(left())
+    assert ended == ["sandbox", "snapshot"] and box.paused is kept and box.tenant.reserved == 0
