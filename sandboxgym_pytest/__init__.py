@@ -113,7 +113,7 @@ def snapshot_subject(request: pytest.FixtureRequest, sandboxgym_target: str) -> 
         hooks = parse_hooks(request.config.getoption("--sandboxgym-hook"))
         hooks["reset_options"] = parse_reset_options(request.config.getoption("--sandboxgym-reset-options"))
         return Subject.named(sandboxgym_target, kwargs, **hooks)
-    except Exception as error:
+    except Exception as error:  # modules of the user's are imported, which may raise anything
         raise pytest.UsageError(f"--sandboxgym-env {sandboxgym_target}: {type(error).__name__}: {error}") from error
 
 

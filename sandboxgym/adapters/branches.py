@@ -113,7 +113,7 @@ class _Branch:
         def interrupt() -> None:
             # The command's thread finds the processes gone, and comes to the end. Again, for it may just start some.
             while not end.done():
-                with closing, contextlib.suppress(Exception):
+                with closing, contextlib.suppress(Exception):  # its processes end meanwhile; it is tried again
                     self.sandbox.backend.close()
                 wait([end], 0.1)
 

@@ -366,5 +366,7 @@ def mount_points() -> list[Path]:
 def _give_back_all() -> None:
     for path, pid in list(_claimed.items()):
         if pid == os.getpid():  # not in a forked child, which inherits the table
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(
+                Exception
+            ):  # at the end of the interpreter: the others are given back all the same
                 give_back(path)

@@ -406,7 +406,7 @@ class Host:
     def close_all(self) -> None:
         """Close every environment, even if closing one of them failed."""
         for slot in list(self._envs):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # of an environment: the others are closed all the same
                 self.close(slot)
         if self._keeper is not None:
             self._keeper.close()

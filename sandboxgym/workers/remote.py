@@ -160,7 +160,9 @@ class RemoteEnv(gym.Env[Any, Any]):
             return
         self._closed = True
         if self._living():
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(
+                Exception
+            ):  # of the environment, or its worker has died: it is given up either way
                 self._slots.worker.call(self._slot, "close", timeout=self._reset_timeout)
         self._slots.leave(self._slot)
 
@@ -197,7 +199,7 @@ class RemoteEnv(gym.Env[Any, Any]):
                 there, made = self._slot, self._slots is shared and self._generation == shared.worker.generation
                 vars(self).update(before)
                 if made and shared.worker.alive:
-                    with contextlib.suppress(Exception):
+                    with contextlib.suppress(Exception):  # of the environment: what is raised is why it was moved back
                         shared.worker.call(there, "close", timeout=self._reset_timeout)
                 shared.leave(there)
                 raise
@@ -205,7 +207,7 @@ class RemoteEnv(gym.Env[Any, Any]):
             if snap is not None:
                 snap.release()
         if old.worker.alive and old_generation == old.worker.generation:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # of the environment, which continues elsewhere
                 old.worker.call(old_slot, "close", timeout=self._reset_timeout)
         old.leave(old_slot)
 

@@ -57,7 +57,7 @@ class EnvResult:
     def drop(self) -> None:
         """Release the snapshot, which nobody will have, whatever comes of that."""
         if self.snap is not None:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # of any handle: what is raised is why it is dropped
                 self.snap.release()
 
 

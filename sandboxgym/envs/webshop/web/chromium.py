@@ -159,7 +159,9 @@ class Chromium:
     def close(self) -> None:
         """End the browser and its driver. Idempotent."""
         if self._thread.is_alive():
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(
+                Exception
+            ):  # the browser may be gone: its thread and driver are ended all the same
                 asyncio.run_coroutine_threadsafe(self._stop(), self._loop).result(timeout=30)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
@@ -199,7 +201,7 @@ class Chromium:
         (self._record / _PROFILES).write_text("\n".join(_profiles()), encoding="utf-8")
 
     async def _stop(self) -> None:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):  # the browser may have crashed: its driver is ended all the same
             if self._browser is not None:
                 await self._browser.close()
         if self._playwright is not None:

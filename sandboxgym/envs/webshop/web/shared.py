@@ -89,7 +89,7 @@ class Leases(Generic[K, V]):
 
     def _close_all(self) -> None:
         for shared in list(self._shared.values()):
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception):  # of any resource: the others are closed all the same
                 shared.value.close()
         self._shared.clear()
 
