@@ -15,6 +15,7 @@ from bpo_ref.running import folder
 from bpo_ref.sampling.env_source import ask, env_source
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.registration import check_arguments, nearest_named
+from sandboxgym.system.modules import import_named
 from sandboxgym.tree import Envs
 from sandboxgym.workers.env_host import FleetError
 
@@ -96,7 +97,10 @@ def refuse_before_loading(args: Args) -> None:
         raise ConfigError(reason)
     if args.envs == "ray":
         with refused(args.env_id, "env_id"):
-            gym.spec(args.env_id)
+            module, _, name = args.env_id.rpartition(":")
+            if module:
+                import_named(module)
+            gym.spec(name)
         return
     for name in ("env_kwargs", "eval_kwargs")[: 2 if args.eval_kwargs != args.env_kwargs else 1]:
         refuse_environment(args.env_id, getattr(args, name), args.max_turns, name)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bpo_ref.args import Args, command_line, parse_args
 from bpo_ref.config import CONFIGS, ConfigError, find_config, packaged, parse
+from bpo_ref.running.environments import refuse_before_loading
 
 
 @pytest.mark.parametrize(
@@ -109,6 +111,15 @@ def test_help_and_wrong_settings_need_no_pytorch(module: str, words: list[str], 
     assert shown in done.stdout + done.stderr
     assert done.stderr.splitlines()[-1] == "imported: []"
     assert (done.returncode == 0) == ("--help" in words)
+
+
+def test_an_environment_of_another_module_may_be_on_a_ray_cluster(tmp_path: Path, monkeypatch: Any) -> None:
+    entry = "gymnasium.envs.classic_control:CartPoleEnv"
+    (tmp_path / "far_env.py").write_text(f"import gymnasium\ngymnasium.register('Far-v0', entry_point={entry!r})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    refuse_before_loading(Args(env_id="far_env:Far-v0", envs="ray", model="tiny:0.2M", out=str(tmp_path / "run")))
+    with pytest.raises(ConfigError, match=r"^env_id: cannot make near_env:Far-v0: there is no module near_env in "):
+        refuse_before_loading(Args(env_id="near_env:Far-v0", envs="ray", model="tiny:0.2M", out=str(tmp_path / "run")))
 
 
 @pytest.mark.parametrize(
