@@ -130,6 +130,7 @@ class Rule:
     def __init__(self, head: Atom, schema: Schema, condition: Conjunction, fluents: Collection[str]) -> None:
         self.head = head
         body = schema.body + _body((), condition)
+        body.sort(key=lambda atom: atom.predicate in fluents)  # what never changes is the narrower
 
         def query(seed: Atom | None) -> Query:
             return Query([a for a in body if a != seed], types=schema.types, wanted=head.args, seed=seed)
@@ -292,22 +293,28 @@ def _numbered(facts: Iterable[Atom]) -> dict[str, dict[Row, int]]:
 
 
 def _reach(rules: Plan, database: Database, start: Database) -> None:
-    """Add every fact that can become true, in rounds that each begin with the last round's new facts."""
+    """Add every fact that can become true, in rounds that each begin with the last round's new facts.
+
+    All that actions can change is new in the first round, so every trigger of a rule would find the same there: the one
+    with the fewest facts is enough.
+    """
     found: dict[str, set[Row]] = defaultdict(set)
     for rule in rules.adds:
         if rule.fixed is not None:
             found[rule.head.predicate] |= rule.fixed(database)
     database.add(found)
     news = database.part({predicate: start.rows(predicate) | found[predicate] for predicate in start.facts})
+    chosen = [sorted(rule.triggers, key=lambda trigger: len(news.rows(trigger[0])))[:1] for rule in rules.adds]
     while news.facts:
         found = defaultdict(set)
-        for rule in rules.adds:
-            for predicate, query in rule.triggers:
+        for rule, triggers in zip(rules.adds, chosen):
+            for predicate, query in triggers:
                 if predicate in news.facts:
                     found[rule.head.predicate] |= query(database, news)
         fresh = {predicate: rows - database.rows(predicate) for predicate, rows in found.items()}
         news = database.part({predicate: rows for predicate, rows in fresh.items() if rows})
         database.add(news.facts)
+        chosen = [rule.triggers for rule in rules.adds]
 
 
 def _deletable(rules: Plan, predicate: str, database: Database, facts: Database) -> set[Row]:

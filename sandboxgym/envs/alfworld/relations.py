@@ -33,12 +33,6 @@ class Pattern(NamedTuple):
     types: tuple[tuple[int, str], ...]
     same: tuple[tuple[int, int], ...]
 
-    def admits(self, fact: Row, members: Mapping[str, Collection[str]]) -> bool:
-        """Tell whether ``fact`` satisfies ``types`` and ``same``, with ``members`` the objects of each type."""
-        return all(fact[i] in members.get(kind, ()) for i, kind in self.types) and all(
-            fact[i] == fact[j] for i, j in self.same
-        )
-
 
 class Database:
     """Facts by predicate, with a hash index for every pattern they were ever looked up by."""
@@ -46,7 +40,7 @@ class Database:
     def __init__(self, facts: Mapping[str, Iterable[Row]], members: Mapping[str, Collection[str]]) -> None:
         self.facts = {predicate: set(rows) for predicate, rows in facts.items()}
         self.members = members
-        self._indexes: dict[str, dict[Pattern, dict[Row, set[Row]]]] = defaultdict(dict)
+        self._indexes: dict[str, dict[Pattern, dict[object, set[Row]]]] = defaultdict(dict)
 
     def rows(self, predicate: str) -> Set[Row]:
         """Facts of ``predicate``."""
@@ -63,8 +57,8 @@ class Database:
         """Make a database of ``facts`` about the same objects."""
         return Database(facts, self.members)
 
-    def index(self, pattern: Pattern) -> dict[Row, set[Row]]:
-        """Index of the matches of ``pattern``: the values at its ``out`` by those at its ``key``."""
+    def index(self, pattern: Pattern) -> dict[object, set[Row]]:
+        """Index of the matches of ``pattern``: the values at its ``out`` by what `_key` picks of its ``key``."""
         indexes = self._indexes[pattern.predicate]
         index = indexes.get(pattern)
         if index is None:
@@ -73,12 +67,19 @@ class Database:
             indexes[pattern] = index
         return index
 
-    def _insert(self, pattern: Pattern, index: dict[Row, set[Row]], rows: Iterable[Row]) -> None:
-        key, out = picker(pattern.key), picker(pattern.out)
-        check = bool(pattern.types or pattern.same)
+    def _insert(self, pattern: Pattern, index: dict[object, set[Row]], rows: Iterable[Row]) -> None:
+        key, out = _key(pattern.key), picker(pattern.out)
+        for position, kind in pattern.types:
+            members = self.members.get(kind, ())
+            rows = [row for row in rows if row[position] in members]
+        for one, other in pattern.same:
+            rows = [row for row in rows if row[one] == row[other]]
         for row in rows:
-            if not check or pattern.admits(row, self.members):
-                index.setdefault(key(row), set()).add(out(row))
+            at = key(row)
+            if at in index:
+                index[at].add(out(row))
+            else:
+                index[at] = {out(row)}
 
 
 @cache
@@ -90,12 +91,20 @@ def picker(positions: tuple[int, ...]) -> Picker:
     return itemgetter(*positions) if positions else lambda row: ()
 
 
+def _key(positions: tuple[int, ...]) -> Callable[[Row], object]:
+    """Make a function that picks what rows are found by: of one position the bare value, which is faster."""
+    return itemgetter(*positions) if positions else picker(())
+
+
 class Join(NamedTuple):
-    """One step of a query: look up ``pattern`` by ``key`` of each row, and append each match to the row's ``keep``."""
+    """One step of a query: look up ``pattern`` by ``key`` of each row, and append each match to the row's ``keep``.
+
+    ``keep`` is None where that is the whole row.
+    """
 
     pattern: Pattern
-    key: Picker
-    keep: Picker
+    key: Callable[[Row], object]
+    keep: Picker | None
 
 
 class Query:
@@ -115,7 +124,7 @@ class Query:
         self._seed: Pattern | None = None
         if seed is not None:
             self._seed = _pattern(seed, known=(), needed=mentioned, types=types)
-            self._seed_key = tuple(seed.args[position] for position in self._seed.key)
+            self._seed_key = _key(self._seed.key)(seed.args)
             columns += [seed.args[position] for position in self._seed.out]
         self._joins: list[Join] = []
         while pending:
@@ -125,7 +134,8 @@ class Query:
             pattern = _pattern(atom, known=columns, needed=needed, types=types)
             key = [columns.index(atom.args[position]) for position in pattern.key]
             keep = [i for i, column in enumerate(columns) if column in needed]
-            self._joins.append(Join(pattern, picker(tuple(key)), picker(tuple(keep))))
+            kept = picker(tuple(keep)) if len(keep) < len(columns) else None
+            self._joins.append(Join(pattern, _key(tuple(key)), kept))
             columns = [columns[i] for i in keep] + [atom.args[position] for position in pattern.out]
         self._answer = picker(tuple(columns.index(name) for name in wanted))
 
@@ -140,7 +150,12 @@ class Query:
             if not rows:
                 return rows
             index = database.index(pattern)
-            rows = {keep(row) + found for row in rows for found in index.get(key(row), ())}
+            if not pattern.out:
+                rows = {row if keep is None else keep(row) for row in rows if key(row) in index}
+            elif keep is None:
+                rows = {row + found for row in rows for found in index.get(key(row), ())}
+            else:
+                rows = {kept + found for row in rows for kept in (keep(row),) for found in index.get(key(row), ())}
         return {self._answer(row) for row in rows}
 
 
