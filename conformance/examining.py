@@ -7,6 +7,7 @@ of the specimen do the same (`sources`): hours of runs can be interrupted, and a
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import json
 import multiprocessing
@@ -35,6 +36,8 @@ from sandboxgym.system import run_directories  # noqa: E402
 CHECKS = all_checks()
 PREREQUISITES = frozenset(id for check in CHECKS for id in check.after)
 suite_digest()  # once: every process of a run is a fork of one that has imported this
+gc.collect()  # checks collect garbage dozens of times a run: modules, which stay, need not be looked through each time
+gc.freeze()
 NAMED = ("named",)
 """Stands in place of ids of checks for those of the mutant's ``killed_by``, see `hunt`."""
 SEEDS_BUDGET = replace(
