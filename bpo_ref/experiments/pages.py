@@ -10,7 +10,8 @@ A page has its tables between marks that nobody sees, and this command replaces 
 The first word names ``docs/results/data/NAME/scores.jsonl``, or ``docs/results/details/NAME.json`` of
 `bpo_ref.variance`; the second the table: ``ends``, ``metrics``, ``differences`` (a third word names another baseline
 than grpo), ``overhead``; for gradient estimators ``costs``. Runs that were evaluated at the end only are drawn as
-gains, others as learning curves.
+gains, others as learning curves. ``phase`` names the data of `bpo_ref.experiments.phase`, whose tables are ``rule``,
+``chain``, ``alfworld`` and ``settings``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from bpo_ref.experiments.plots import Plot
 from bpo_ref.experiments.tables import beside, efficiency, grouped, overhead, summary, write
 
 MARK = re.compile(r"(<!-- table: ([^>]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+KINDS = ("rule", "chain", "alfworld", "settings")
+"""Tables of the phase diagram."""
 PATHS = ("results/data/{}/scores.jsonl", "results/details/{}.json")
 
 
@@ -56,6 +59,10 @@ def table_of(docs: Path, words: str) -> str:
         from bpo_ref.experiments.variance import read_lines, table
 
         return table(read_lines(lines))
+    if name == "phase" and kind in KINDS:
+        from bpo_ref.experiments.phase.diagram import table as phase_table
+
+        return phase_table(docs, kind)
     made = _tables(scores, *rest) if scores.exists() else {}
     if not made.get(kind):
         raise PageError(f"table: {words}: expected data of docs/results, and ends, metrics, differences or overhead")
@@ -96,6 +103,10 @@ def draw(docs: Path) -> None:
             write(runs, docs / "results" / scores.parent.name, plot=kind)
     for study in studies(docs):
         plot(read_lines(study), study.with_suffix(".png"))
+    if (docs / "results" / "data" / "phase").exists():
+        from bpo_ref.experiments.phase import diagram
+
+        diagram.plot(docs, docs / diagram.PICTURE)
 
 
 def main() -> None:

@@ -1,6 +1,7 @@
 """Noise of gradient estimators with look-ahead on WebShop's real pages, for a policy that is a formula.
 
     python tests/bpo_ref/shop_costs.py --progress worth --out docs/results/details/variance-lookahead-shop
+    python tests/bpo_ref/shop_costs.py --progress worth --place      # for docs/results/phase-diagram.md
 
 The policy weighs the listed actions of a page by 12 features of their words, so that goals at large cost no network.
 Environment, rollouts, look-ahead, credit and table are those of `bpo_ref.variance`; an action counts as one token.
@@ -26,14 +27,15 @@ import numpy as np
 import sandboxgym  # noqa: F401  registers the environments
 from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
-from bpo_ref.experiments.variance import Samples, compare, read_method, table
+from bpo_ref.experiments.phase.placing import FORKED, PLAIN, POOLED, Place, forked, placed
+from bpo_ref.experiments.variance import Samples, Study, compare, read_method, table
 from bpo_ref.lookahead import Ids, LookAhead
 from bpo_ref.sampling.generate import Generation
 from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.schedules import make_schedule
 from bpo_ref.train import assign_credit
 from sandboxgym.adapters.prompts import Prompt
-from sandboxgym.tree import Action, Context, Envs, RolloutTree, rollout
+from sandboxgym.tree import Action, Context, Edge, Envs, RolloutTree, rollout
 
 WEIGHTS = np.array([3.0, -2.5, -1.5, -2.0, -1.5, 0.0, 6.0, 1.0, -1.0, 4.0, -1.0, 3.5])
 KINDS = ("search", "click[back to search]", "click[next >]", "click[description]", "click[< prev]")
@@ -173,6 +175,17 @@ def gradient(tree: RolloutTree, shopper: Shopper) -> np.ndarray:
     return g
 
 
+def squared(tree: RolloutTree, shopper: Shopper, errors: Sequence[tuple[Edge, float]]) -> float:
+    """Σ error² |score|² of these edges."""
+    total = 0.0
+    for edge, error in errors:
+        state, command = edge.action.memory.said
+        page = shopper.pages[state]
+        score = page.told[page.commands.index(command)] - page.chances @ page.told
+        total += error**2 * float(score @ score)
+    return total
+
+
 class Shop:
     """The methods' samples, batch by batch."""
 
@@ -229,6 +242,32 @@ class Shop:
             if number == 0:
                 self.rewards += [path.total_reward for tree in trees for path in tree.paths]
 
+    def place(self) -> Place:
+        """L and ρ of the policy, as `bpo_ref.experiments.phase.placing` defines them."""
+        seed, plain, pooled = self.options.seed, self.args[PLAIN], self.args[POOLED]
+        vine, memory = settings(FORKED, self.options.tasks), self.memory[POOLED]
+        for batch in range(self.options.pilot):
+            trees = self.sample(POOLED, self.draw(1 + batch), (seed, 1, 0, batch), look=False)
+            memory.observe(trees, assign_credit(trees, pooled, memory), pooled)
+        a, c, d = (np.zeros((self.options.repeats, self.options.tasks)) for _ in range(3))
+        turns: list[int] = []
+        for repeat in range(self.options.repeats):
+            trees = self.sample(POOLED, self.tasks, (seed, 1, 1, repeat), look=False)
+            for into, args in ((a, plain), (c, pooled)):
+                assign_credit(trees, args, memory)
+                for task, tree in enumerate(trees):
+                    errors = [(edge, edge.advantage) for edge in tree.edges()]
+                    into[repeat, task] = squared(tree, self.shopper, errors) / len(tree.paths)
+            self.rewards += [path.total_reward for tree in trees for path in tree.paths]
+            turns += [len(path.edges) for tree in trees for path in tree.paths]
+            schedule = make_schedule(vine, (seed, 4, 1, repeat), memory, tasks=self.tasks)
+            trees = rollout(self.envs, self.shopper, schedule, tasks=self.tasks, seed=(seed, 4, 1, repeat))
+            assign_credit(trees, vine, memory)
+            for task, tree in enumerate(trees):
+                d[repeat, task] = squared(tree, self.shopper, forked(tree, vine)) / (vine.roots or 1)
+        study = Study("", "", seed=seed)
+        return placed(a, c, d, float(np.mean(self.rewards)), float(np.mean(turns)), rollouts=8, study=study)
+
     def write(self) -> str:
         samples = {}
         for method, found in self.gradients.items():
@@ -258,7 +297,12 @@ def main() -> None:
     parser.add_argument("--pilot", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default="runs/shop-costs")
+    parser.add_argument("--place", action="store_true", help="measure lateness and quality instead")
     shop = Shop(parser.parse_args())
+    if shop.options.place:
+        print(shop.place(), f"{time.process_time():.0f} s of processor time")
+        shop.envs.close()
+        return
     Path(shop.options.out).parent.mkdir(parents=True, exist_ok=True)
     shop.teach()
     print(f"taught, {time.process_time():.0f} s of processor time", flush=True)

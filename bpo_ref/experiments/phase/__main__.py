@@ -1,0 +1,87 @@
+"""Measure and draw the phase diagram.
+
+    python -m bpo_ref.experiments.phase chain          # about 6 minutes of processor time
+    python -m bpo_ref.experiments.phase alfworld       # about 3
+    python -m bpo_ref.experiments.phase place ALFWorld --checkpoint runs/phase/alfworld/checkpoint \
+        --config bpo_ref/configs/alfworld-tiny.yaml
+    python -m bpo_ref.experiments.phase table
+
+``chain`` and ``alfworld`` measure the cells that docs/results/data/phase does not have and append them; ``place``
+measures the two knobs of a policy and appends them; ``table`` prints the tables. `bpo_ref.experiments.pages` makes the
+page's tables and its figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from bpo_ref.experiments.phase.diagram import FOLDER, SETTINGS, Setting, read_settings, table
+from bpo_ref.experiments.phase.measure import rounded, sweep
+from bpo_ref.experiments.variance import Study
+
+DOCS = Path("docs")
+
+
+def place(given: argparse.Namespace) -> None:
+    """Append a setting's place to the data; one that is there is left."""
+    from bpo_ref.experiments.phase.placing import place as measured  # imports PyTorch
+
+    if any(setting.name == given.name for setting in read_settings(given.docs)):
+        return
+    found = measured(
+        Study(
+            given.checkpoint,
+            given.config,
+            env_kwargs=tuple(given.env_kwargs),
+            methods=(),
+            tasks=given.tasks,
+            repeats=given.repeats,
+            pilot=given.pilot,
+            seed=given.seed,
+        )
+    )
+    setting = Setting(
+        given.name,
+        found.lateness,
+        found.quality,
+        found.reward,
+        found.turns,
+        given.tasks,
+        (given.repeats, given.pilot),
+    )
+    with (given.docs / FOLDER / "settings.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(rounded(asdict(setting))) + "\n")
+    print(setting, found.pooled)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for world in ("chain", "alfworld"):
+        commands.add_parser(world, help="measure the cells that are missing")
+    commands.add_parser("table", help="print the tables")
+    placing = commands.add_parser("place", help="measure L and ρ of a policy")
+    placing.add_argument("name", choices=SETTINGS, help="the setting")
+    placing.add_argument("--checkpoint", required=True)
+    placing.add_argument("--config", required=True)
+    placing.add_argument("--env-kwargs", nargs="*", default=[])
+    placing.add_argument("--tasks", type=int, default=24)
+    placing.add_argument("--repeats", type=int, default=2, help="batches measured")
+    placing.add_argument("--pilot", type=int, default=4, help="batches that V̂ learns from")
+    placing.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    if given.command == "place":
+        place(given)
+    elif given.command == "table":
+        print("\n\n".join(table(given.docs, kind) for kind in ("chain", "alfworld", "settings")))
+    else:
+        sweep(given.command, given.docs / FOLDER / f"{given.command}.jsonl")
+
+
+if __name__ == "__main__":
+    main()
