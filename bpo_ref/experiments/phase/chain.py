@@ -213,8 +213,8 @@ class ChainEnv(SnapshotEnv[int, int]):
 
     def __init__(self, chain: Chain, quality: float) -> None:
         self.chain, self._right = chain, math.sqrt(quality)
-        self.observation_space = spaces.Discrete((chain.steps + 1) * (chain.length + 1))
-        self.action_space = spaces.Discrete(2)
+        self.observation_space: spaces.Space[Any] = spaces.Discrete((chain.steps + 1) * (chain.length + 1))
+        self.action_space: spaces.Space[Any] = spaces.Discrete(2)
         self._cumulative = chain.occupancy.cumsum(axis=1)
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:

@@ -73,7 +73,7 @@ class Cell:
 def settings(method: str, turns: int) -> Args:
     """Resolved settings of a method of the sweeps."""
     fixed: dict[str, Any] = {"aggregation": "constant", "kl": 0.0, "value_decay": 1.0, "max_turns": turns}
-    return resolved(Args(algo=method, roots=METHODS[method], **fixed), keyed=True)
+    return resolved(Args(**{"algo": method}, roots=METHODS[method], **fixed), keyed=True)
 
 
 def formula(chain: Chain, method: str, quality: float) -> float:
@@ -155,8 +155,8 @@ def measured(name: str, first: int, quality: float, world: World, *, seed: int =
     found = {method: (g, spent) for method, g, spent in sampled(world, methods, seed=seed)}
     seconds = time.perf_counter() - began
     groups, size = GROUPS[name], len(world.tasks) // GROUPS[name]
-    weights = np.random.default_rng(seed).multinomial(groups, np.full(groups, 1 / groups), size=BOOTSTRAP)
-    weights = np.concatenate([np.ones((1, groups)), weights]) / groups  # the first is the sample itself
+    drawn = np.random.default_rng(seed).multinomial(groups, np.full(groups, 1 / groups), size=BOOTSTRAP)
+    weights = np.concatenate([np.ones((1, groups)), drawn]) / groups  # the first is the sample itself
 
     def parts(g: NDArray[np.float64], spent: NDArray[np.float64]) -> tuple[Any, Any, Any]:
         grouped = g[: groups * size].reshape(groups, size, -1)

@@ -98,7 +98,7 @@ def place(study: Study) -> Place:
             assert vine.roots is not None
             d[repeat, task] = signed(laboratory, plain, tree, forked(tree, vine), seed=repeat) / vine.roots
     laboratory.envs.close()
-    return placed(a, c, d, np.mean(returns), np.mean(turns), rollouts=plain.roots or 0, study=study)
+    return placed(a, c, d, float(np.mean(returns)), float(np.mean(turns)), rollouts=plain.roots or 0, study=study)
 
 
 def placed(
@@ -115,6 +115,6 @@ def placed(
         interval(exact / mean),
         interval((mean - base) / (mean - exact)),
         interval(base / others),
-        float(reward),
-        float(turns),
+        reward,
+        turns,
     )
