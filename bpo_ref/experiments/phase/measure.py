@@ -72,8 +72,14 @@ class Cell:
 
 def settings(method: str, turns: int) -> Args:
     """Resolved settings of a method of the sweeps."""
-    fixed: dict[str, Any] = {"aggregation": "constant", "kl": 0.0, "value_decay": 1.0, "max_turns": turns}
-    return resolved(Args(**{"algo": method}, roots=METHODS[method], **fixed), keyed=True)
+    fixed: dict[str, Any] = {
+        "algo": method,
+        "aggregation": "constant",
+        "kl": 0.0,
+        "value_decay": 1.0,
+        "max_turns": turns,
+    }
+    return resolved(Args(roots=METHODS[method], **fixed), keyed=True)
 
 
 def formula(chain: Chain, method: str, quality: float) -> float:
