@@ -7,7 +7,7 @@ successes there. All others decide nothing, but have a score like any other.
   as a share of the episode's squared score, at which the return is decided on average: 0 the start, 1 the end.
 - *Quality* ρ = 1 - Σ_t e_t E(V̂ - V)² / Σ_t e_t E(v̄ - V)²: the share of the rest that V̂ removes. 0 is the mean return, 1
   exact values. A state's key names the right state with probability √ρ, and otherwise one drawn at random from those
-  of its turn; V̂ is the exact mean return of each key, so that V̂ = v̄ + √ρ (V - v̄) on average and ρ is what it is called.
+  of its turn; V̂ is the exact mean return of each key, v̄ + √ρ (V - v̄) with V the value of the state that it names.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def formula(chain: Chain, method: str, quality: float) -> float:
 
 @dataclass(frozen=True)
 class World:
-    """What a cell needs: environments, policy, the memory of a method, the gradient of a tree."""
+    """Parts of a cell: environments, policy, the memory of a method, the gradient of a tree."""
 
     chain: Chain
     envs: Envs
