@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,55 +31,72 @@ def batch_infos(infos: Mapping[int, Infos], n: int) -> Infos:
     return batch
 
 
-_AT_ONCE: dict[type, Any] = {bool: np.bool_, int: int, float: np.float64, str: object}
+_AT_ONCE: dict[type, Any] = {bool: np.bool_, int: int, float: np.float64}
 """Types whose columns are made together, with their dtypes: most of the time of a batch is that of making arrays."""
 
 
 class _Layout(NamedTuple):
-    """Columns of a batch by what they are made from."""
+    """Columns of a batch by what they are made from; their parts of the values, which stand column by column."""
 
-    names: list[str]
+    types: tuple[type, ...]
+    """Types of all values."""
     masks: list[str]
+    present: NDArray[np.bool_]
     empty: dict[str, None]
     """All keys of the batch, in order."""
-    at_once: list[tuple[type, list[int], list[str]]]
-    """Types with the numbers and names of their columns."""
-    others: list[int]
-    """Numbers of the other columns."""
+    at_once: list[tuple[Any, list[slice], list[str]]]
+    """Dtypes with the parts and names of their columns."""
+    objects: list[tuple[int, str]]
+    """Numbers and names of the columns of objects."""
+    others: list[tuple[slice, str]]
+    """Parts and names of the other columns."""
 
 
 @functools.lru_cache(64)
-def _layout(names: tuple[str, ...], kinds: tuple[type, ...]) -> _Layout:
-    at_once: dict[type, list[int]] = {}
-    others: list[int] = []
+def _layout(names: tuple[str, ...], kinds: tuple[type, ...], n: int) -> _Layout:
+    at_once: dict[type, list[tuple[slice, str]]] = {}
+    objects: list[tuple[int, str]] = []
+    others: list[tuple[slice, str]] = []
     for number, (name, kind) in enumerate(zip(names, kinds)):
-        (at_once.setdefault(kind, []) if kind in _AT_ONCE and name != "final_obs" else others).append(number)
+        part = slice(number * n, number * n + n)
+        if name == "final_obs" or kind in (str, list):
+            objects.append((number, name))
+        elif kind in _AT_ONCE:
+            at_once.setdefault(kind, []).append((part, name))
+        else:
+            others.append((part, name))
     masks = [f"_{name}" for name in names]
     empty = dict.fromkeys(key for pair in zip(names, masks) for key in pair)
-    groups = [(kind, numbers, [names[number] for number in numbers]) for kind, numbers in at_once.items()]
-    return _Layout(list(names), masks, empty, groups, others)
+    groups = [
+        (_AT_ONCE[kind], [part for part, _ in found], [name for _, name in found]) for kind, found in at_once.items()
+    ]
+    types = tuple(kind for kind in kinds for _ in range(n))
+    return _Layout(types, masks, np.ones((len(names), n), np.bool_), empty, groups, objects, others)
 
 
 def _whole_batch(infos: Mapping[int, Infos]) -> Infos | None:
     """`batch_infos` of all environments, as it is with most steps; None if they differ in their keys or types."""
     rows = list(infos.values())
-    n = len(rows)
-    names, kinds = tuple(rows[0]), tuple(map(type, rows[0].values()))
-    for number, (index, row) in enumerate(infos.items()):
-        if index != number or tuple(row) != names or tuple(map(type, row.values())) != kinds:
-            return None
-    layout = _layout(names, kinds)
-    columns = list(zip(*[row.values() for row in rows]))
+    n, names = len(rows), tuple(rows[0])
+    if [*infos] != [*range(n)] or [*map(tuple, rows)] != [names] * n:
+        return None
+    values = [*chain.from_iterable(zip(*[row.values() for row in rows], strict=True))]
+    types = (*map(type, values),)
+    layout = _layout(names, types[::n], n)
+    if types != layout.types:
+        return None
     batch: Infos = {**layout.empty}
-    for kind, numbers, keys in layout.at_once:
+    for dtype, parts, keys in layout.at_once:
         try:
-            batch.update(zip(keys, np.array([columns[number] for number in numbers], dtype=_AT_ONCE[kind])))
+            batch.update(zip(keys, np.array([values[part] for part in parts], dtype=dtype)))
         except OverflowError:  # an integer of more than 64 bits
             return None
-    for number in layout.others:
-        name, values = names[number], dict(enumerate(columns[number]))
-        batch[name] = _objects(values, n) if name == "final_obs" or kinds[number] is list else _column(values, n)
-    batch.update(zip(layout.masks, np.ones((len(names), n), np.bool_)))
+    table = np.fromiter(values, object, len(values)).reshape(len(names), n)
+    for number, name in layout.objects:
+        batch[name] = table[number]
+    for part, name in layout.others:
+        batch[name] = _column(dict(enumerate(values[part])), n)
+    batch.update(zip(layout.masks, layout.present.copy()))
     return batch
 
 

@@ -297,14 +297,7 @@ class InlineWorker(Worker):
     def step_all(self, actions: Sequence[Any]) -> list[Any]:
         """Step the environments of the slots 0, 1, …, each with its action; a transition or an exception each."""
         assert self._host is not None
-        step = self._host.step
-        found: list[Any] = []
-        for slot, action in enumerate(actions):
-            try:
-                found.append(step(slot, action))
-            except Exception as error:  # the environment's: the others are stepped all the same
-                found.append(error)
-        return found
+        return self._host.step_all(actions)
 
     def _start(self) -> None:
         self._host = Host(keep=self._keep, ships=False)

@@ -5,9 +5,12 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -115,6 +118,24 @@ def test_records_without_a_proper_asin_and_second_ones_are_left_out(tmp_path):
     items = [item("nan"), item("B00000000001"), item("B1", name="first"), item("B2"), item("B1", name="second")]
     catalogue = load_catalogue(write(tmp_path, items))
     assert [(product.asin, product.title) for product in catalogue.products()] == [("B1", "first"), ("B2", "Oak Shelf")]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_stream_of_all_products_does_not_stay_in_memory(generated, tmp_path, monkeypatch):
+    store = catalogue_store.open_store(find_files(generated), tmp_path)
+
+    def held():
+        """Kilobytes of the products' file in the memory of this process."""
+        mapped = (store.directory / "records.bin").resolve()
+        maps = Path("/proc/self/smaps").read_text().split(f"{mapped}\n")[1:]
+        return sum(int(re.search(r"^Rss: +(\d+) kB", part, re.MULTILINE)[1]) for part in maps)
+
+    every = list(store.products())
+    assert held() > 200
+    monkeypatch.setattr(catalogue_store, "RELEASED", 2**14)
+    assert list(store.products()) == every
+    assert held() <= 80  # the last part, and what the kernel reads around it
+    assert store.at(0) == every[0]
 
 
 def test_a_catalogue_finds_products_by_asin_position_category_and_query(generated):

@@ -112,6 +112,38 @@ def test_pruning_changes_nothing(seed: int, eager: None, monkeypatch: pytest.Mon
     assert len(documents) < 100 or (pruned and index.upper.max() > 0)
 
 
+def test_impacts_are_rounded_up_and_by_little(eager: None) -> None:
+    index = build(random_documents(random.Random(1), 300))
+    tiers = list(index.tiers(WORDS[:40] * 3))
+    steps = index_module._STEPS / sum(tier.drop for tier in tiers)
+    total, exact = np.zeros(len(index), np.uint16), np.zeros(len(index))
+    everywhere = np.arange(len(index), dtype=np.int32)
+    for number, tier in enumerate(tiers, 1):
+        index._add(tier, total, steps)
+        exact += index._lookup(tier, everywhere)
+        assert (total >= exact * steps).all() and (total <= exact * steps + number * index_module._ROUNDED).all()
+        assert (total[exact == 0] == 0).all()
+    assert any(tier.docs is None for tier in tiers) and total.max() > 10_000
+
+
+def test_a_query_of_more_words_than_can_be_rounded_is_scored_in_full(
+    eager: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert 2 * index_module._TIERS * index_module._ROUNDED < 2**16 - index_module._STEPS
+    index = build(random_documents(random.Random(2), 300))
+    monkeypatch.setattr(index_module, "_TIERS", 5)
+    monkeypatch.setattr(Index, "_candidates", lambda *_: pytest.fail("pruned"))
+    assert index.search(WORDS[:40]) == index.exhaustive(WORDS[:40]) != []
+
+
+def test_tiers_of_few_words_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    every, few = [build(random_documents(random.Random(3), 100)) for _ in range(2)]
+    expected = [every.search(WORDS[at : at + 3]) for at in range(40)]
+    monkeypatch.setattr(index_module, "_REMEMBERED", 4)
+    assert [few.search(WORDS[at : at + 3]) for at in range(40)] == expected
+    assert len(few._found) <= 4 < len(every._found)
+
+
 def test_a_word_counts_as_often_as_it_is_asked_for() -> None:
     index = build([("a", "red shoe"), ("b", "blue shoe"), ("c", "green shirt")])
     once, twice = dict(index.search(["red", "blue"])), dict(index.search(["red", "red", "blue"]))

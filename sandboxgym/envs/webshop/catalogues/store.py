@@ -48,6 +48,8 @@ logger = logging.getLogger("sandboxgym")
 
 FORMAT = 1
 """Version of the format, increased whenever stores or the reading of the official files change."""
+RELEASED = 2**26
+"""Number of bytes of products that a stream of all keeps in the memory of the process."""
 CACHED_PRODUCTS = 4096
 """Number of decoded products that are kept: some 20 MB."""
 _META = "meta.json"
@@ -123,8 +125,20 @@ class StoredCatalogue:
         return _Asins(self._asins)
 
     def products(self) -> Iterator[Product]:
-        """See `Catalogue.products`."""
-        return map(self._decode, range(len(self)))
+        """See `Catalogue.products`; what was read does not stay in the memory of the process."""
+        begun = 0
+        for position in range(len(self)):
+            yield self._decode(position)
+            if (end := int(self._offsets[position])) - begun >= RELEASED:
+                begun = self._release(begun, end)
+
+    def _release(self, start: int, end: int) -> int:
+        """Give back the pages between two bytes, which are read again when needed; where the first one kept begins."""
+        end -= end % mmap.PAGESIZE
+        if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
+            assert isinstance(self._records, mmap.mmap)
+            self._records.madvise(mmap.MADV_DONTNEED, start, end - start)
+        return end
 
     def in_category(self, category: str) -> Sequence[str]:
         """See `Catalogue.in_category`."""

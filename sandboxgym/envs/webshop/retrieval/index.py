@@ -31,11 +31,16 @@ EXHAUSTIVE = 1 << 16
 """Number of documents up to which scoring all is faster than pruning; their postings are not put into tiers."""
 META = "meta.json"
 # How a query is pruned. These change how long it takes, never what it finds.
+_REMEMBERED = 4_096  # words whose tiers are kept
+_TIERS = 2_000  # number of tiers beyond which rounding each up could take more than 16 bits have
 _SLACK = 2.0**-22  # relative, for each tier: four times what adding up in 32 bits may lose
+_STEPS = 60_000  # steps in which the sum of all bounds is counted: the numbers of 16 bits leave room for rounding up
 _PROBE = 12  # looking up one document costs as much as adding up this many postings
-_FIRST_SEEDING = 16_384  # postings that are added up before the first threshold is looked for,
-_SEEDING_FACTOR = 2  # and how many times as many before the next,
-_SEEDS = 2  # among how many times k documents,
+_HOPEFUL = 0.65  # share of all bounds that must be left at most before a threshold is looked for,
+_NEAR = 1.2  # and so many times the threshold found last before a higher one is:
+_FIRST_SEEDING = 16_384  # postings that are added up before the first,
+_SEEDING_FACTOR = 1.6  # and how many times as many before the next,
+_SEEDS = 1.3  # among how many times k documents,
 _SAMPLE = 4_096  # which are told from the others by a sample of this size
 
 
@@ -139,8 +144,9 @@ class Index:
     """Lower tiers [rows, n] with many documents: a code for each document."""
     gain: NDArray[np.float32]
     """Gain [c] of each code."""
-    _totals: list[NDArray[np.float32]] = field(init=False, default_factory=list, compare=False, repr=False)
-    _found: dict[str, int] = field(init=False, default_factory=dict, compare=False, repr=False)
+    _totals: list[NDArray[np.uint16]] = field(init=False, default_factory=list, compare=False, repr=False)
+    _found: dict[tuple[str, int], tuple[Tier, ...]] = field(init=False, default_factory=dict, compare=False, repr=False)
+    """Tiers of words asked for; kept, because every comparison in ``words`` decodes a string."""
 
     @classmethod
     def open(cls, directory: Path) -> Index:
@@ -193,15 +199,17 @@ class Index:
         Returns:
             Names and scores (those of Lucene), best first. Documents without any of the terms are not among them.
         """
-        if len(self) <= EXHAUSTIVE:
-            return self.exhaustive(terms, k=k)
         tiers = list(self.tiers(terms))
+        if len(self) <= EXHAUSTIVE or len(tiers) > _TIERS:
+            return self._exhaustive(tiers, k)
         candidates = self._candidates(tiers, k)
         return self._best(candidates, self._scores(candidates, tiers), k)
 
     def exhaustive(self, terms: Iterable[str], *, k: int = 50) -> list[tuple[str, float]]:
         """Search by scoring every document."""
-        tiers = list(self.tiers(terms))
+        return self._exhaustive(list(self.tiers(terms)), k)
+
+    def _exhaustive(self, tiers: Sequence[Tier], k: int) -> list[tuple[str, float]]:
         listed = [(tier, tier.docs) for tier in tiers if tier.docs is not None]
         total = np.zeros(len(self))
         if listed:
@@ -216,30 +224,28 @@ class Index:
     def tiers(self, terms: Iterable[str]) -> Iterator[Tier]:
         """List the tiers of the terms that the index has."""
         for word, times in Counter(terms).items():
-            at = self._find(word)
-            if at is None:
-                continue
-            weight = np.float32(times) * self.idf[at]
-            start, middle = int(self.starts[at]), int(self.starts[at] + self.upper[at])
-            bound = self._bound(weight, self.highest_lower[at])
-            if middle > start:
-                highest = self._bound(weight, self.highest[at])
-                yield Tier(weight, self.docs[start:middle], self.codes[start:middle], highest, highest - bound)
-            if self.row[at] >= 0:
-                yield Tier(weight, None, self.dense[self.row[at]], bound, bound)
-            else:
-                end = middle + int(self.lower[at])
-                yield Tier(weight, self.docs[middle:end], self.codes[middle:end], bound, bound)
+            found = self._found.get((word, times))
+            if found is None:
+                if len(self._found) >= _REMEMBERED:
+                    self._found.clear()
+                found = self._found[word, times] = tuple(self._tiers_of(word, times))
+            yield from found
 
-    def _find(self, word: str) -> int | None:
-        """Find the position of a word in ``words``; cached, because every comparison there decodes a string."""
-        at = self._found.get(word)
-        if at is None:
-            at = bisect_left(self.words, word)
-            if at == len(self.words) or self.words[at] != word:
-                return None
-            self._found[word] = at
-        return at
+    def _tiers_of(self, word: str, times: int) -> Iterator[Tier]:
+        at = bisect_left(self.words, word)
+        if at == len(self.words) or self.words[at] != word:
+            return
+        weight = np.float32(times) * self.idf[at]
+        start, middle = int(self.starts[at]), int(self.starts[at] + self.upper[at])
+        bound = self._bound(weight, self.highest_lower[at])
+        if middle > start:
+            highest = self._bound(weight, self.highest[at])
+            yield Tier(weight, self.docs[start:middle], self.codes[start:middle], highest, highest - bound)
+        if self.row[at] >= 0:
+            yield Tier(weight, None, self.dense[self.row[at]], bound, bound)
+        else:
+            end = middle + int(self.lower[at])
+            yield Tier(weight, self.docs[middle:end], self.codes[middle:end], bound, bound)
 
     def _bound(self, weight: np.float32, code: np.uint32) -> float:
         return float(weight - weight / (np.float32(1) + self.gain[code]))
@@ -257,13 +263,17 @@ class Index:
         found = tier.docs.take(at, mode="clip") == docs
         return np.where(found, self._impacts(tier, tier.codes.take(at, mode="clip")), np.float32(0))
 
-    def _add(self, tier: Tier, total: NDArray[np.float32]) -> None:
-        """Add the gains of all documents from a tier."""
-        impacts = self._impacts(tier, tier.codes)
+    def _add(self, tier: Tier, total: NDArray[np.uint16], steps: float) -> None:
+        """Add the impacts of all documents from a tier, in steps and rounded up: by less than `_ROUNDED` steps."""
+        by_code = len(tier.codes) >= len(self.gain)
+        impacts = _impacts(np.float32(tier.weight * steps), self.gain if by_code else self.gain.take(tier.codes))
+        rounded = np.where(impacts > 0, np.ceil(impacts + np.float32(_MARGIN)), np.float32(0)).astype(np.uint16)
+        if by_code:
+            rounded = rounded.take(tier.codes)
         if tier.docs is None:
-            total += impacts
+            total += rounded
         else:
-            np.add.at(total, tier.docs, impacts)  # three times as fast as total[docs] += impacts
+            np.add.at(total, tier.docs, rounded)  # three times as fast as total[docs] += rounded
 
     def _scores(self, docs: NDArray[np.int32], tiers: Sequence[Tier]) -> NDArray[np.float32]:
         """Scores of some documents, ascending: added up in 64 bits, as in Lucene, and then rounded."""
@@ -286,35 +296,43 @@ class Index:
 
         After MaxScore (Turtle and Flood, 1995): what costs little is added up for all documents, until the rest could
         not bring a new one among the k best; the rest is then looked up for the documents that still have a chance.
+
+        Sums are upper bounds in 16 bits, which take half of the cache that 32 would: each tier adds at most `_ROUNDED`
+        steps too much.
         """
         tiers.sort(key=lambda tier: tier.cost / tier.bound)  # of one term the upper tier comes first
-        left = sum(tier.drop for tier in tiers)
+        left = every = sum(tier.drop for tier in tiers)
+        if not tiers:
+            return np.empty(0, np.int32)
         slack = _SLACK * (1 + len(tiers)) * left
+        steps, excess = _STEPS / every, 0.0
         total = self._take_total()
-        threshold, added, fresh, next_seeding = 0.0, 0, 0, _FIRST_SEEDING
+        threshold, added, fresh, next_seeding = 0.0, 0, 0, float(_FIRST_SEEDING)
         begun = len(tiers)
         for number, tier in enumerate(tiers):
-            if added + tier.cost >= next_seeding and number > fresh:
-                reached = self._reached(tiers[fresh:number], tiers[number:], total, k)
-                threshold = max(threshold, reached - slack)
+            hopeful = left < _HOPEFUL * every and (threshold <= 0 or left < _NEAR * threshold)
+            if hopeful and added + tier.cost >= next_seeding and number > fresh:
+                reached = self._reached(tiers[fresh:number], tiers[number:], total, k, steps)
+                threshold = max(threshold, reached - excess - slack)
                 fresh, next_seeding = number, (added + tier.cost) * _SEEDING_FACTOR
             if left + slack < threshold:
-                chances = np.count_nonzero(total >= threshold - left - slack)
+                chances = np.count_nonzero(total >= np.uint16((threshold - left - slack) * steps))
                 if chances * _PROBE < tier.cost:
                     begun = number
                     break
-            self._add(tier, total)
+            self._add(tier, total, steps)
             left -= tier.drop
+            excess += _ROUNDED / steps
             added += tier.cost
         least = threshold - left - slack
-        docs = np.flatnonzero(total >= least if least > 0 else total).astype(np.int32)
-        partial = total.take(docs)
+        docs = np.flatnonzero(total >= np.uint16(least * steps) if least > 0 else total).astype(np.int32)
+        partial = total.take(docs) * np.float32(1 / steps)
         total.fill(0)
         self._totals.append(total)
         rest = sorted(tiers[begun:], key=lambda tier: tier.bound)  # here, too, from the end
         while True:
             if len(partial) > k:
-                threshold = max(threshold, float(np.partition(partial, -k)[-k]) - slack)
+                threshold = max(threshold, float(np.partition(partial, -k)[-k]) - excess - slack)
             keep = partial >= threshold - left - slack
             docs, partial = docs[keep], partial[keep]
             if not rest:
@@ -323,36 +341,38 @@ class Index:
             partial += self._lookup(tier, docs)
             left -= tier.drop
 
-    def _take_total(self) -> NDArray[np.float32]:
+    def _take_total(self) -> NDArray[np.uint16]:
         """Take zeros [n] from an earlier query: allocating memory costs more than clearing it."""
         try:
             return self._totals.pop()
         except IndexError:
-            return np.zeros(len(self), dtype=np.float32)
+            return np.zeros(len(self), dtype=np.uint16)
 
-    def _reached(self, fresh: Sequence[Tier], rest: Sequence[Tier], total: NDArray[np.float32], k: int) -> float:
-        """Lower bound of the k-th best score; 0 if none is known.
+    def _reached(
+        self, fresh: Sequence[Tier], rest: Sequence[Tier], total: NDArray[np.uint16], k: int, steps: float
+    ) -> float:
+        """Score that k documents reach, as far as ``total`` is right; 0 if none is known.
 
         Args:
-            fresh: the documents are looked for among those of these tiers.
+            fresh: by the documents of these tiers a high score is told from a low one.
             rest: tiers that are not in ``total`` yet.
-            total: [n] of the other tiers.
+            total: [n] of the other tiers, in steps.
             k: how many.
+            steps: number of steps that make a score of 1.
         """
-        seen = np.concatenate([tier.docs for tier in fresh if tier.docs is not None] or [np.empty(0, np.int32)])
-        if len(seen) > _SEEDS * k:
-            so_far = total.take(seen)
-            step = 1 + len(seen) // _SAMPLE
-            sample = so_far[::step]
-            aim = min(4 * _SEEDS * k // step + 4, len(sample))
-            best = np.flatnonzero(so_far >= np.partition(sample, -aim)[-aim])
-            if len(best) > _SEEDS * k:
-                best = best[np.argpartition(so_far[best], -_SEEDS * k)[-_SEEDS * k :]]
-            seen = seen[best]
-        seen = np.unique(seen)
+        listed = [tier.docs for tier in fresh if tier.docs is not None]
+        step = 1 + sum(map(len, listed)) // _SAMPLE
+        sample = np.concatenate([total.take(docs[::step]) for docs in listed] or [np.empty(0, np.uint16)])
+        wanted = int(_SEEDS * k) + 1
+        aim = min(3 * wanted // step + 4, len(sample))
+        if not aim:
+            return 0.0
+        seen = np.flatnonzero(total >= max(1, np.partition(sample, -aim)[-aim])).astype(np.int32)
+        if len(seen) > wanted:
+            seen = np.sort(seen[np.argpartition(total.take(seen), -wanted)[-wanted:]])
         if len(seen) < k:
             return 0.0
-        scores = total.take(seen)
+        scores = total.take(seen) * np.float32(1 / steps)
         for tier in rest:
             scores += self._lookup(tier, seen)
         return float(np.partition(scores, -k)[-k])
@@ -366,6 +386,12 @@ def _impacts(weight: np.float32 | NDArray[np.float32], gain: NDArray[np.float32]
     """Compute Lucene's score of a term, in its order of operations."""
     impacts: NDArray[np.float32] = weight - weight / (np.float32(1) + gain)
     return impacts
+
+
+_MARGIN = 0.05
+"""Steps that make up for rounding in 32 bits, of numbers up to `_STEPS`."""
+_ROUNDED = 1.1
+"""Most by which an impact in steps is rounded up."""
 
 
 def _map(path: Path, shape: list[int]) -> NDArray[Any]:
