@@ -108,6 +108,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [
         "# Performance",
         "",
+        "How fast each operation of this package is beside what a user would do instead: steps, snapshots, restores and "
+        "forks, searches, sandboxes, rollouts and updates of the trainer. One command measures the table:",
+        "",
         "```bash",
         "make bench",
         "```",
