@@ -93,13 +93,22 @@ def _processes_of(zygote: int) -> set[Known]:
     return found
 
 
-def _gone(processes: set[Known], seconds: float = 300.0) -> bool:
+def _await_end(processes: set[Known], seconds: float = 300.0) -> None:
+    """Wait until none of the processes is there any more; else tell what those that are left do."""
     deadline = time.monotonic() + seconds
-    while any(_started(pid) == started != b"" for pid, started in processes):
-        if time.monotonic() > deadline:
-            return False
+    while left := [pid for pid, started in processes if _started(pid) == started != b""]:
+        assert time.monotonic() < deadline, [_described(pid) for pid in left]
         time.sleep(0.01)
-    return True
+
+
+def _described(pid: int) -> dict[str, str]:
+    found = {}
+    for name in ("cmdline", "status", "wchan", "stack", "cgroup"):
+        try:
+            found[name] = Path(f"/proc/{pid}", name).read_text(errors="replace").replace("\0", " ")
+        except OSError as error:
+            found[name] = str(error)
+    return found
 
 
 @pytest.mark.slow
@@ -111,7 +120,7 @@ def test_nothing_is_left_of_a_killed_owner(runtime_folder: Path, rootless: bool,
     assert len(pids) > 4
     process.kill()
     process.communicate()
-    assert _gone(pids)
+    _await_end(pids)
     assert Path(str(record["run"])).exists()
     reaped, _ = python(runtime_folder, REAP).communicate(timeout=300)
     assert reaped == "1\n"
@@ -163,7 +172,7 @@ def test_an_owner_that_exits_leaves_nothing(runtime_folder: Path, rootless: bool
     record = json.loads(output)
     assert not Path(record["run"]).exists()
     assert not any(os.path.exists(path) for path in record["groups"])
-    assert _gone({(pid, started.encode()) for pid, started in record["processes"]})
+    _await_end({(pid, started.encode()) for pid, started in record["processes"]})
 
 
 @pytest.mark.slow
@@ -173,7 +182,7 @@ def test_an_owner_whose_forks_live_on_takes_its_boxes_along(runtime_folder: Path
     assert process.stdout is not None
     record = json.loads(process.stdout.readline())
     assert process.wait(300) == -signal.SIGKILL  # while the fork waits with copies of all its descriptors
-    assert _gone({(pid, started.encode()) for pid, started in record["processes"]})
+    _await_end({(pid, started.encode()) for pid, started in record["processes"]})
     process.communicate()
     python(runtime_folder, REAP).communicate(timeout=300)
     assert not Path(record["run"]).exists()
@@ -185,7 +194,7 @@ def test_a_killed_zygote_takes_its_boxes_along_and_the_owner_goes_on(box: Overla
     shared = runtime()
     pids = _processes_of(shared.process.pid)
     shared.process.kill()
-    assert _gone({(pid, started) for pid, started in pids if pid != shared.process.pid})
+    _await_end({(pid, started) for pid, started in pids if pid != shared.process.pid})
     shared.process.wait(60)
     with pytest.raises(SandboxClosed):
         sh(box, "true")

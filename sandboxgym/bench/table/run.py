@@ -65,6 +65,19 @@ def table(found: dict[str, Measured]) -> list[str]:
     return lines
 
 
+MORE = """
+## In more detail
+
+These pages have older measurements of more cases: [snapshots in memory](results/details/snapshot-cost.md), the engines of
+[ALFWorld](results/details/alfworld-engine.md) and [WebShop](results/details/webshop-engine.md), its
+[search](results/details/webshop-search.md) and [browser](results/details/webshop-browser.md),
+[sandboxes](results/details/sandbox.md), [with running processes](results/details/full-snapshots.md),
+[twenty live forks](results/details/live-forks.md), [SWE-bench](results/details/swebench.md),
+[the pool](results/details/pool.md), [a fleet](results/details/fleet.md),
+[the trainer](results/details/trainer-speed.md), [snapshots in training](results/details/overhead.md)."""
+"""Links from ``docs/performance.md``."""
+
+
 def write_json(target: Path, head: dict[str, Any], found: dict[str, Measured]) -> None:
     """Write measurements, for pages and comparisons."""
     rows = {name: dataclasses.asdict(row) for name, row in found.items()}
@@ -120,6 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "alternative is the faster one. Compare times within this page only.",
         "",
         *table(found),
+        MORE,
     ]
     page.publish(lines, arguments.write)
     return int(any(row.reason and row.reason.startswith("ended with") for row in found.values()))
