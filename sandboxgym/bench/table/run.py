@@ -68,8 +68,8 @@ def table(found: dict[str, Measured]) -> list[str]:
 MORE = """
 ## In more detail
 
-These pages have older measurements of more cases: [snapshots in memory](results/details/snapshot-cost.md), the engines of
-[ALFWorld](results/details/alfworld-engine.md) and [WebShop](results/details/webshop-engine.md), its
+These pages have older measurements of more cases: [snapshots in memory](results/details/snapshot-cost.md), the engines
+of [ALFWorld](results/details/alfworld-engine.md) and [WebShop](results/details/webshop-engine.md), its
 [search](results/details/webshop-search.md) and [browser](results/details/webshop-browser.md),
 [sandboxes](results/details/sandbox.md), [with running processes](results/details/full-snapshots.md),
 [twenty live forks](results/details/live-forks.md), [SWE-bench](results/details/swebench.md),
@@ -121,8 +121,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     lines = [
         "# Performance",
         "",
-        "How fast each operation of this package is beside what a user would do instead: steps, snapshots, restores and "
-        "forks, searches, sandboxes, rollouts and updates of the trainer. One command measures the table:",
+        "How fast each operation of this package is beside what a user would do instead: steps, snapshots, restores "
+        "and forks, searches, sandboxes, rollouts and updates of the trainer. One command measures the table:",
         "",
         "```bash",
         "make bench",
