@@ -374,14 +374,14 @@ def _stored(options: Options) -> Iterator[Pair]:
 
 
 def _live_paths(options: Options) -> Iterator[Pair]:
-    """A step of each of 32 environments in two worker processes: a message per worker, or per environment."""
+    """A step of each live path of a batch of the trainer, 16 tasks with 8 paths, in two worker processes."""
     from sandboxgym.workers.env_host import env_maker
     from sandboxgym.workers.pool import PooledEnvs
     from sandboxgym.wrappers.jobs import EnvJob, execute
 
     make = env_maker("sandboxgym/ALFWorld-v0", games=options.games, max_episode_steps=100_000)
     with contextlib.closing(PooledEnvs(make, 2)) as source:
-        envs = [source.take() for _ in range(32)]
+        envs = [source.take() for _ in range(128)]
         source.execute_all([EnvJob(env, reset=(0, {"task": 0})) for env in envs])
         jobs = [EnvJob(env, step=("look",)) for env in envs]
         one_by_one = lambda: [execute(job) for job in jobs]  # noqa: E731
@@ -523,7 +523,7 @@ ROWS = (
     ),
     Row(
         "workers.live_paths",
-        "32 live paths in 2 worker processes, a message per worker",
+        "128 live paths in 2 worker processes, a message per worker",
         "a message per environment",
         _live_paths,
         clock="wall",
