@@ -96,11 +96,6 @@ def _run(name: str, arguments: list[str]) -> int:
     except BrokenPipeError:  # `sandboxgym list | head`: point stdout elsewhere, or the interpreter complains at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return OK
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        print(f"sandboxgym {name}: this version does not have {module}", file=sys.stderr)
-        return FAILED
     except Exception as error:  # all but what is missing here is raised again
         if not _is_missing(error):
             raise
