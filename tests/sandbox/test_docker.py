@@ -25,6 +25,7 @@ from sandboxgym.bench.faults import Relay
 from sandboxgym.errors import SnapshotMismatch
 from sandboxgym.sandbox.base import CONTROL, Backend, FileTree, Limits, SandboxClosed, SandboxFull, SandboxUnavailable
 from sandboxgym.sandbox.docker import backend as docker_backend
+from sandboxgym.sandbox.docker import exec as docker_exec
 from sandboxgym.sandbox.docker import images as docker_images
 from sandboxgym.sandbox.docker.backend import DockerBackend, DockerTree
 from sandboxgym.sandbox.files.portable import Header, Reader, Writer
@@ -622,3 +623,30 @@ def test_a_relay_that_is_cut_while_it_connects_keeps_nothing(tmp_path: Path, mon
                 with contextlib.suppress(ConnectionError):
                     assert client.recv(1) == b""
                 client.close()
+
+
+def test_a_pause_that_the_runtime_gives_up_is_tried_again(
+    backend: DockerBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine it cannot freeze what multiplies, and says so after some seconds."""
+    import docker.errors
+
+    api = backend._ownership.api
+    tried: list[str] = []
+    pause = api.pause
+
+    def giving_up(container: str) -> None:
+        tried.append(container)
+        if len(tried) < 3:
+            reason = "Cannot pause container: OCI runtime pause failed: unable to freeze: unknown"
+            raise docker.errors.APIError("500 Server Error", explanation=reason)
+        pause(container)
+
+    monkeypatch.setattr(api, "pause", giving_up)
+    with backend.paused():
+        assert len(tried) == 3
+    assert run(backend, "echo on") == (0, "on\n")
+    monkeypatch.setattr(docker_exec, "_FREEZING", 0.0)
+    tried.clear()
+    with pytest.raises(SandboxUnavailable, match="unable to freeze"), backend.paused():
+        pass

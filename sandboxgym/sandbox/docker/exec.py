@@ -39,6 +39,7 @@ _CHUNK = 1 << 16
 _SAID = 1 << 20  # bytes that a program of ours may print
 _SECONDS = 60.0  # that it may take, or a terminal to be set
 _SETTLING = 10.0  # in which the daemon must know whether a container is paused
+_FREEZING = 60.0  # in which the container runtime must get hold of processes that multiply
 _ENDING = 2.0  # until it has ended, once it printed its last
 _HELLO = 1 << 12  # bytes printed before a terminal is set
 
@@ -111,16 +112,21 @@ class Container:
                 self._kill_from_inside(deferred)
 
     def _switch(self, switch: Callable[[str], None], done: str) -> None:
-        """Pause or unpause, with retries: the daemon notices its last change late, and refuses until then."""
+        """Pause or unpause, with retries: the daemon notices its last change late, and refuses until then.
+
+        The container runtime gives up a pause after some seconds, where processes multiply faster than it freezes them.
+        """
         import docker.errors
 
-        deadline = time.monotonic() + _SETTLING
+        began = time.monotonic()
         while True:
             with live_errors():
                 try:
                     return switch(self.id)
                 except docker.errors.APIError as error:
-                    if done not in str(error) or time.monotonic() > deadline:
+                    passing = {done: _SETTLING, "unable to freeze": _FREEZING}
+                    limit = max((seconds for reason, seconds in passing.items() if reason in str(error)), default=0.0)
+                    if time.monotonic() - began > limit:
                         raise
             time.sleep(0.01)
 
