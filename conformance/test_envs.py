@@ -55,6 +55,7 @@ CONTAINER_CHECKS = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # every step is a process: minutes, and more on a busy machine
 def test_the_sandboxed_environment_holds_to_the_contract() -> None:
     from sandboxgym.envs.swebench import conformance_hooks
     from sandboxgym.sandbox.overlay.backend import why_unavailable
