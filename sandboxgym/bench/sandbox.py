@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import importlib.util
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -140,17 +141,33 @@ def docker(image: str, command: str, repeats: int) -> dict[str, Times]:
     client = _docker()
     times = {name: Times() for name in ("commit", "run")}
     for _ in range(repeats):
-        container = client.containers.run(image, ["sleep", "1000"], detach=True, network_disabled=True)
-        container.exec_run(["bash", "-c", command])
-        with times["commit"].one():
-            committed = container.commit()
-        with times["run"].one():
-            copy = client.containers.run(committed.id, ["sleep", "1000"], detach=True, network_disabled=True)
-            copy.exec_run(["true"])
-        for one in (container, copy):
-            one.remove(force=True)
-        client.images.remove(committed.id, force=True)
+        with contextlib.ExitStack() as made:
+            container = made.enter_context(running(client, image))
+            container.exec_run(["bash", "-c", command])
+            with times["commit"].one():
+                committed = container.commit()
+            made.callback(client.images.remove, committed.id, force=True)
+            with times["run"].one():
+                copy = made.enter_context(running(client, committed.id))
+                copy.exec_run(["true"])
     return times
+
+
+@contextlib.contextmanager
+def running(client: Any, image: str) -> Iterator[Any]:
+    """Run a container that waits, and remove it; Ctrl-C waits until the daemon has said what it created."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        container = client.containers.create(image, ["sleep", "1000"], network_disabled=True)
+    except BaseException:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        raise
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        container.start()
+        yield container
+    finally:
+        container.remove(force=True)
 
 
 def _docker() -> Any:

@@ -160,5 +160,7 @@ def _child(source: str, name: str, given: str) -> None:
 
 
 if __name__ == "__main__":
+    # A shell ignores Ctrl-C for what it starts in the background, and so would rows that are asked to end.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(KeyboardInterrupt, BrokenPipeError):
         _child(*sys.argv[1:])

@@ -240,15 +240,13 @@ def _shell(options: Options) -> Iterator[Pair]:
 
 @contextlib.contextmanager
 def _container(options: Options) -> Iterator[Any]:
-    from sandboxgym.bench.sandbox import _docker, why_no_docker
+    from sandboxgym.bench.sandbox import _docker, running, why_no_docker
 
     if reason := why_no_docker(options.image):
         raise RowUnavailable(f"no Docker: {reason} (--image IMAGE)")
-    container = _docker().containers.run(options.image, ["sleep", "100000"], detach=True, network_disabled=True)
-    try:
+    assert options.image is not None
+    with running(_docker(), options.image) as container:
         yield container
-    finally:
-        container.remove(force=True)
 
 
 _FILES = "rm -rf /tmp/d; mkdir -p /tmp/d; for i in {1..300}; do echo $i > /tmp/d/$i; done"
