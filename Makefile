@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # 10 seconds instead of 20.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-reference train test test-all test-failed test-vllm test-adapters lint docs bench clean
+.PHONY: setup setup-reference setup-metrics train test test-all test-failed test-vllm test-adapters test-openenv test-inspect test-harbor test-verl lint docs bench clean
 
 setup: $(STAMP)
 
@@ -28,6 +28,16 @@ setup-reference: setup
 		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[alfworld-reference]'
 	$(BIN)/python -m pip show --quiet deepspeed 2>/dev/null || \
 		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed]'
+
+# What ray[default] has beyond ray, of which an agent per node that exports metrics, in a folder of its own: with it in
+# the environment every cluster of the tests would have these agents.
+METRICS := .ray-metrics
+setup-metrics: setup $(METRICS)/.installed
+$(METRICS)/.installed: constraints.txt
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade --target $(METRICS) \
+		aiohttp_cors colorful opencensus opentelemetry-exporter-prometheus opentelemetry-proto opentelemetry-sdk \
+		prometheus_client
+	touch $@
 
 # SFT, then BPO on embedded games: six minutes of one thread. ARGS="--seed 1 --algo rloo" changes anything; every algorithm and
 # seed has a folder of its own. One process without a launcher: Ctrl-C and the exit status arrive.
@@ -68,14 +78,27 @@ $(VLLM)/.installed: tests/name_vllm.py
 	touch $@
 
 # Tests against the packages of other projects, each in an environment of its own, for their requirements exclude each other.
+# OPENENV=DIR and so on name environments elsewhere, ARGS is given to pytest.
 OPENENV := .venv-openenv
 INSPECT := .venv-inspect
 VERIFIERS := .venv-verifiers
-test-adapters: setup $(OPENENV)/.installed $(INSPECT)/.installed $(VERIFIERS)/.installed
-	SANDBOXGYM_OPENENV=$(CURDIR)/$(OPENENV)/bin/python SANDBOXGYM_VERIFIERS=$(CURDIR)/$(VERIFIERS)/bin/python \
-		SANDBOXGYM_REQUIRE=openenv,verifiers $(BIN)/python -m pytest -n 0 --timeout 900 tests/test_openenv.py
-	SANDBOXGYM_REQUIRE=inspect-ai,mini-swe-agent \
-		$(INSPECT)/bin/python -m pytest --timeout 900 tests/test_inspect_ai.py tests/test_mini_swe_agent.py
+HARBOR := .venv-harbor
+VERL := .venv-verl
+test-adapters: test-openenv test-inspect test-harbor test-verl
+
+test-openenv: setup $(OPENENV)/.installed $(VERIFIERS)/.installed
+	SANDBOXGYM_OPENENV=$(abspath $(OPENENV))/bin/python SANDBOXGYM_VERIFIERS=$(abspath $(VERIFIERS))/bin/python \
+		SANDBOXGYM_REQUIRE=openenv,verifiers $(BIN)/python -m pytest -n 0 --timeout 900 tests/test_openenv.py $(ARGS)
+
+test-inspect: $(INSPECT)/.installed
+	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=inspect-ai,mini-swe-agent \
+		$(INSPECT)/bin/python -m pytest --timeout 900 tests/test_inspect_ai.py tests/test_mini_swe_agent.py $(ARGS)
+
+test-harbor: $(HARBOR)/.installed
+	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=harbor $(HARBOR)/bin/python -m pytest --timeout 900 tests/test_harbor_adapter.py $(ARGS)
+
+test-verl: setup $(VERL)/.installed
+	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=verl $(VERL)/bin/python -m pytest -n 0 --timeout 900 tests/bpo_ref/test_verl.py $(ARGS)
 
 $(OPENENV)/.installed:
 	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
@@ -93,6 +116,23 @@ $(VERIFIERS)/.installed:
 	$(VERIFIERS)/bin/python -m pip install --quiet 'verifiers[openenv]==0.4.0' openenv==0.4.1 uv
 	touch $@
 
+# Harbor needs Python 3.12: the first one that is found.
+$(HARBOR)/.installed:
+	for python in '$(PYTHON)' python3.12 python3.13 "$$HOME"/.pyenv/versions/3.1[23]*/bin/python; do \
+		test ! -x $(HARBOR)/bin/python || break; \
+		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && "$$python" -m venv $(HARBOR); \
+	done; test -x $(HARBOR)/bin/python || { echo "Harbor needs Python 3.12 or newer: none was found" >&2; exit 1; }
+	$(HARBOR)/bin/python -m pip install --quiet --editable '.[sandbox]' harbor==0.25.0 pytest pytest-timeout
+	touch $@
+
+# verl beside the packages of .venv, PyTorch above all: alone it would bring gigabytes of its own.
+$(VERL)/.installed: | $(STAMP)
+	test -x $(VERL)/bin/python || $(BIN)/python -m venv $(VERL)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(VERL)/bin/python -m pip install --quiet verl==0.9.1 TransferQueue==0.1.11 cachetools
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -106,4 +146,4 @@ bench: setup
 	$(BIN)/python -m sandboxgym.bench table --json runs/bench/table.json --write docs/performance.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(OPENENV) $(INSPECT) $(VERIFIERS) build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(METRICS) $(VLLM) $(OPENENV) $(INSPECT) $(VERIFIERS) $(HARBOR) $(VERL) build dist site .pytest_cache .mypy_cache .ruff_cache

@@ -13,6 +13,7 @@ from bpo_ref.config import ConfigError, parse
 from bpo_ref.presets import DEFAULTS, PRESETS
 from bpo_ref.running.environments import refuse_before_loading
 from bpo_ref.sampling.backends import BackendName
+from bpo_ref.sampling.driver import DriverName, only_lockstep
 from bpo_ref.sampling.vllm import VllmEngine
 from sandboxgym.adapters.prompts import PromptName
 from sandboxgym.arguments import parse_arguments
@@ -74,13 +75,20 @@ class Args:
     """Place of the environments: in this process, in worker processes, or on the nodes of a Ray cluster."""
     env_workers: int = 0
     """Workers of each training process, for ``process`` and ``ray``. 0: one per core."""
-    env_timeout: float = 0.0
-    """Seconds after which a step in a worker, or ten times as many after which a reset, counts as lost. 0: no limit."""
+    env_timeout: float | None = None
+    """Seconds after which a step in a worker, or ten times as many after which a reset, counts as lost. 0: no limit.
+    None: none for ``process``; for ``ray``, whose machines may freeze, a minute more than the environment's own limits
+    let a step take by default, and at least ten minutes for a reset."""
     ray_address: str | None = None
     """Address of the Ray cluster, such as ``ray://host:10001``. None: ``$RAY_ADDRESS``, else one of this machine."""
     env_store: str | None = None
     """Directory or URL that all workers reach: snapshots stay in their worker, with durable copies there, made in the
     background. For sandboxes. None: every snapshot is sent as bytes."""
+    env_store_every: int = 1
+    """Steps of an environment between snapshots that are written to ``env_store``. More: less is written, and more
+    actions are repeated after a loss."""
+    env_store_bandwidth: float = 0.0
+    """Bytes per second that each worker writes to ``env_store`` in the background. 0: no limit."""
     env_threads: int = 1
     """Environments that step at the same time. More than 1 helps with sandboxes and browsers."""
     env_overlap: bool = False
@@ -91,6 +99,9 @@ class Args:
     env_capture_every: int = 0
     """Steps of a path after which it is captured although nothing will fork there, so that fewer actions are repeated
     if its environment is lost; 0: never. For sandboxes whose commands take long."""
+    rollout_timeout: float = 0.0
+    """Seconds after which the paths of an update that have not ended are dropped with their forks; 0: none. For when
+    something is wrong: it favours what is quick."""
     max_live: int = 1024
     """Maximum number of paths that a process samples at the same time. Limits memory, changes nothing else."""
     max_turns: int = 24
@@ -152,6 +163,10 @@ class Args:
     """Have the servers free the memory of their GPUs while the policy learns: for servers on the trainer's GPUs."""
     server_weights: str | None = None
     """Folder for the weights, which the servers see under the same path. Default: ``served`` in ``out``."""
+    driver: DriverName = "auto"
+    """Order in which paths advance, in training and evaluation: in ``lockstep``, a turn of all of them at once; or
+    ``async``, each by itself, so that none waits for the slowest (with servers only). ``auto``: ``async`` with servers,
+    unless the schedule rules it out, which the log then says. The trees are the same."""
     threads: int = 1
     """CPU threads per process (0: PyTorch's choice)."""
     process_timeout: float = 24.0
@@ -214,8 +229,8 @@ class Args:
     """Maximum tokens per forward and backward pass; gradients of larger batches are accumulated."""
     long_rows: Literal["split", "whole", "refuse"] = "split"
     """Rows longer than ``micro_tokens``: ``split`` computes a packed tree of them in parts of so many tokens, with the
-    same gradient (`learning/parts.py`); ``whole`` each row in one pass, as always with ``pack=flat`` and with weights
-    sharded over processes; ``refuse`` refuses a ``context`` that allows them."""
+    same gradient (`learning/parts.py`); ``whole`` each row in one pass, as always with ``pack=flat``; ``refuse``
+    refuses a ``context`` that allows them, as ``split`` does with weights sharded over processes."""
     pack: Literal["tree", "flat"] = "tree"
     """``tree``: prefixes that paths share are computed once; ``flat``: every path is a padded row of its own."""
 
@@ -549,6 +564,7 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
     refuse(args.history > 0 and args.aggregation == "path", "aggregation", f"{window}{args.aggregation}")
     refuse(args.history > 0 and args.ratio == "sequence", "ratio", f"{window}{args.ratio}")
     refuse(args.history > 0 and forks and args.spacing > 0, "spacing", f"{window}{args.spacing} tokens; set it to 0")
+    refuse(args.driver == "async" and bool(only_lockstep(args)), "driver", f"async is ruled out: {only_lockstep(args)}")
     too_long = args.max_new_tokens >= args.context
     refuse(too_long, "max_new_tokens", f"{args.max_new_tokens} do not fit the context of {args.context}")
 
@@ -562,12 +578,13 @@ LEAST: dict[str, float] = {
     **dict.fromkeys(("entropy_skip", "threads", "sft_noise", "sft_observation_weight", "warmup", "weight_decay"), 0),
     **dict.fromkeys(("spacing", "step_weight_power", "roulette_below", "value_decay", "lam", "gae_lam"), 0),
     **dict.fromkeys(("invalid_penalty", "value_weight", "value_clip", "clip_low", "clip_high", "kl", "roulette"), 0),
-    **dict.fromkeys(("env_workers", "env_timeout", "server_retries", "staleness"), 0),
+    **dict.fromkeys(("env_workers", "env_timeout", "rollout_timeout", "server_retries", "staleness"), 0),
+    "env_store_bandwidth": 0,
     **dict.fromkeys(("width", "points", "tis", "dynamic_sampling", "omega", "omega_gamma"), 0),
     **dict.fromkeys(("lookahead_least", "updates", "sft_steps", "budget", "mc_turns", "subsample_returns"), 0),
     **dict.fromkeys(("lora_alpha", "context", "max_new_tokens", "sft_episodes", "sft_batch", "micro_tokens"), 1),
     **dict.fromkeys(("prompts", "roots", "max_turns", "epochs", "minibatches", "mc_rollouts", "env_threads"), 1),
-    **dict.fromkeys(("max_live", "eval_episodes", "eval_every", "save_every"), 1),
+    **dict.fromkeys(("max_live", "eval_episodes", "eval_every", "save_every", "env_store_every"), 1),
 }
 """Minimum of a setting."""
 MOST: dict[str, float] = dict.fromkeys(
@@ -642,6 +659,9 @@ def check_ranges(args: Args) -> None:
             raise ConfigError(f"server: {error}") from None
     if args.env_store is not None and args.envs == "local":
         raise ConfigError("env_store: environments of this process have no workers; set envs to process or ray")
+    for name, default in (("env_store_every", 1), ("env_store_bandwidth", 0.0)):
+        if args.env_store is None and getattr(args, name) != default:
+            raise ConfigError(f"{name}: there is no store of snapshots; set env_store, and envs to process or ray")
     if args.ray_address is not None and args.envs != "ray":
         raise ConfigError(f"ray_address: expected it with envs=ray alone, found envs={args.envs}")
 

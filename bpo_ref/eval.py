@@ -20,13 +20,14 @@ import gymnasium as gym
 from bpo_ref.config import ConfigError
 from bpo_ref.running.environments import refuse_environment, refuse_missing_folder
 from bpo_ref.sampling.backends import LocalBackendName, make_backend
+from bpo_ref.sampling.driver import roll_out
 from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.masks import VERDICTS, end_counts
 from sandboxgym.adapters.prompts import PromptName, make_prompt
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.registration import registered_id
 from sandboxgym.task_env import task_count
-from sandboxgym.tree import Envs, Policy, Schedule, rollout
+from sandboxgym.tree import AsyncPolicy, Envs, Policy, Schedule
 from sandboxgym.workers.env_host import CallTimedOut, FleetError, WorkerDied
 
 
@@ -37,19 +38,19 @@ class Score:
     successes: int
     n: int
     turns: float
-    """Mean turns per episode."""
+    """Mean turns per episode that ended."""
     tokens: float
-    """Mean generated tokens per episode."""
+    """Mean generated tokens per episode that ended."""
     invalid: float
     """Fraction of actions that the environment did not understand."""
     by_type: dict[str, tuple[int, int]]
     """Number of successes and of episodes per task type."""
     reward: float = 0.0
-    """Mean total reward per episode (WebShop's score)."""
+    """Mean total reward per episode that ended (WebShop's score)."""
     outcomes: tuple[int, ...] = ()
     """1 for every task of the evaluation set that was solved, else 0, in its order."""
     dropped: int = 0
-    """Episodes that did not end because their environments failed; they count as not solved."""
+    """Episodes that did not end because their environments failed; they count as not solved, and in no mean."""
     ends: dict[str, int] = field(default_factory=dict)
     """Number of ``masked`` episodes, which count as not solved (among them ``infra_failures`` and ``sandbox_ended``),
     and of those that ended in a ``suspicious`` way, which count as rewarded."""
@@ -73,7 +74,7 @@ def make_env(env_id: str, kwargs: Sequence[str], max_turns: int) -> gym.Env[Any,
 
 
 def evaluate(
-    policy: Policy,
+    policy: Policy | AsyncPolicy,
     envs: Envs,
     episodes: int,
     *,
@@ -82,10 +83,12 @@ def evaluate(
     gather: Callable[[list[Any]], list[Any]] = list,
     overlap: bool = False,
     retries: int = 0,
+    by_itself: bool = False,
 ) -> Score:
     """Play one episode of each of the first ``episodes`` tasks.
 
-    An episode whose environments failed repeatedly is not a success and has no turns; `Score.dropped` counts these. A
+    An episode whose environments failed repeatedly is not a success, for a policy that breaks its environments must not
+    score higher by it; its reward and turns are not known, and no 0 takes their place. `Score.dropped` counts these. A
     masked episode is not a success either; `Score.ends` counts these.
 
     Args:
@@ -97,6 +100,7 @@ def evaluate(
         gather: collects lists from all processes.
         overlap: argument of `rollout`.
         retries: argument of `rollout`.
+        by_itself: argument of `roll_out`.
 
     Raises:
         RuntimeError: no episode ended.
@@ -105,9 +109,8 @@ def evaluate(
     mine = range(part[0], episodes, part[1])
     tasks = [None if available is None else i % available for i in mine]
     outcomes = []
-    trees = rollout(
-        envs, policy, Schedule(roots=1), tasks=tasks, seed=seed, indices=mine, overlap=overlap, retries=retries
-    )
+    options: dict[str, Any] = {"seed": seed, "indices": mine, "overlap": overlap, "retries": retries}
+    trees = roll_out(envs, policy, Schedule(roots=1), by_itself=by_itself, tasks=tasks, **options)
     for tree in trees:
         edges = tree.paths[0].edges
         invalid, reward = sum(not edge.valid for edge in edges), tree.paths[0].total_reward
@@ -122,15 +125,15 @@ def evaluate(
     for kind, success, *_ in sorted(every, key=lambda outcome: outcome[0]):
         won, n = by_type.get(kind, (0, 0))
         by_type[kind] = (won + success, n + 1)
-    steps = sum(outcome[2] for outcome in every)
+    steps = sum(outcome[2] for outcome in played)
     return Score(
         successes=sum(outcome[1] for outcome in every),
         n=len(every),
-        turns=steps / len(every),
-        tokens=sum(outcome[3] for outcome in every) / len(every),
-        invalid=sum(outcome[4] for outcome in every) / steps,
+        turns=steps / len(played),
+        tokens=sum(outcome[3] for outcome in played) / len(played),
+        invalid=sum(outcome[4] for outcome in played) / steps,
         by_type=by_type,
-        reward=sum(outcome[5] for outcome in every) / len(every),
+        reward=sum(outcome[5] for outcome in played) / len(played),
         outcomes=tuple(int(outcome[1]) for outcome in every),
         dropped=len(lost),
         ends={name: int(sum(outcome[7][name] for outcome in played)) for name in ("masked", *VERDICTS, "suspicious")},

@@ -56,9 +56,10 @@ from bpo_ref.running.launcher import stop_with_launcher
 from bpo_ref.running.resuming import MAY_CHANGE, check_settings
 from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.driver import by_itself, driver_line
 from bpo_ref.sampling.engine import EngineError
 from bpo_ref.sampling.masks import VERDICTS
-from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations, read_demonstrations
+from bpo_ref.sampling.policy import AsyncChatPolicy, ChatPolicy, collect_demonstrations, read_demonstrations
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.system.atomic import write_atomic
@@ -132,7 +133,13 @@ class TrainingSession:
             )
         self.strategy = chosen(self.accelerator, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
         self.check_processes()
-        if self.strategy.sharded:  # whose processes all make the same passes
+        if self.strategy.sharded and args.long_rows == "split":  # whose processes all make the same passes
+            if args.context > args.micro_tokens:
+                raise ConfigError(
+                    f"long_rows: rows of up to {args.context} tokens (context) cannot be split into parts of "
+                    f"{args.micro_tokens} (micro_tokens) where weights are sharded (FSDP2, ZeRO-3): raise micro_tokens "
+                    "or lower context; with long_rows=whole each is one pass"
+                )
             self.args = args = replace(args, long_rows="whole")
         self.out.mkdir(parents=True, exist_ok=True)
         processes.check_shared(self.out, self.accelerator, self.gather)
@@ -153,6 +160,8 @@ class TrainingSession:
         resumed = f"{saved['stage']} step {saved['step']}" if saved is not None else ""
         device, count = processes.device_name(self.accelerator), self.accelerator.num_processes
         self.say(header(args, device=device, processes=count, resumed=resumed))
+        if line := driver_line(args):
+            self.say(line)
         self.prompt = make_prompt(
             args.prompt, args.env_id, system=args.system, list_actions=args.list_actions, history=args.history
         )
@@ -235,7 +244,7 @@ class TrainingSession:
         weights = self.strategy.whole(self.policy) if policy is None else None
         if self.accelerator.is_main_process:
             save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
-            if folder.name == "checkpoint" and self.stage == "rl":  # before the others go on, and open the next ones
+            if folder.name == "checkpoint" and self.stage == "rl":  # before the others continue, and open the next ones
                 journals.forget(self.out, before=self.step)
         if folder.name == "checkpoint":
             self.saved_at = f"{self.stage} step {self.step}"
@@ -496,9 +505,9 @@ class TrainingSession:
 
     # Playing and scoring.
 
-    def player(self, temperature: float) -> ChatPolicy:
-        """The current policy for playing; valid until the weights change."""
-        backend = make_backend(
+    def player(self, temperature: float) -> Any:
+        """The current policy for playing, of the kind that the driver asks; valid until the weights change."""
+        backend: Any = make_backend(
             self.args.backend,
             self.sampled(),
             stop_ids=self.chat.stop_ids,
@@ -512,7 +521,8 @@ class TrainingSession:
         )
         skip = self.args.entropy_skip
         skip = self.chat.length(self.prompt.opening) if skip is None else skip
-        return ChatPolicy(backend, self.chat, prompt=self.prompt, entropy_skip=skip)
+        kind = AsyncChatPolicy if by_itself(self.args) else ChatPolicy
+        return kind(backend, self.chat, prompt=self.prompt, entropy_skip=skip)
 
     def sampled(self) -> CausalLM:
         """The policy for sampling: itself, or a copy with weights already cast."""
@@ -552,11 +562,12 @@ class TrainingSession:
                 gather=self.gather,
                 overlap=args.env_overlap,
                 retries=args.env_retries,
+                by_itself=by_itself(args),
             )
         self.scores[name] = score
         values = {"eval/success": score.rate, "eval/turns": score.turns, "eval/reward": score.reward}
         values |= {f"eval/{name}": count for name, count in score.ends.items() if name != "suspicious"}
-        values["eval/suspicious"] = score.ends.get("suspicious", 0) / score.n
+        values |= {"eval/suspicious": score.ends.get("suspicious", 0) / score.n, "eval/dropped": score.dropped}
         self.log.scalars(values, self.stage, self.step)
         if name == "sft" and args.algo != "sft":  # where reinforcement learning begins
             self.log.scalars(values, "rl", 0)

@@ -7,9 +7,8 @@ credited with (credit and baseline), how much a step counts (its weight). The re
 
 Other modules: the settings and their checks (`args.py`), the algorithms as settings (`presets.py`), where trees fork
 (`schedules.py`), baselines from other rollouts (`baselines.py`), SFT (`supervised.py`), the state of a run
-(`session.py`), scores (`eval.py`) and reports (`run_log.py`). Packages: `sampling/` from chats to sampled turns,
-`learning/` the network and its batches, `distributed/` weights on many GPUs, `experiments/` measurements. Left out:
-inference servers.
+(`session.py`), scores (`eval.py`) and reports (`run_log.py`). Packages: `sampling/` from chats to sampled turns, here
+or on servers, `learning/` the network and its batches, `distributed/` weights on many GPUs, `experiments/` measured.
 """
 
 from __future__ import annotations
@@ -58,6 +57,7 @@ from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, success_
 from bpo_ref.running.ahead import Ahead, Sampled
 from bpo_ref.running.exits import exits_for_errors
 from bpo_ref.running.progress import learning_rate_factor, position
+from bpo_ref.sampling.driver import by_itself, roll_out
 from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import forward
 from bpo_ref.sampling.masks import end_counts, without_masked
@@ -65,7 +65,7 @@ from bpo_ref.sampling.selection import differing, draw_tasks, leave_out, shuffle
 from bpo_ref.schedules import make_schedule
 from bpo_ref.session import Interrupted, TrainingSession
 from bpo_ref.supervised import supervised
-from sandboxgym.tree import Clock, Edge, Failure, Node, Policy, RolloutTree, rollout
+from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree
 
 # ------------------------------------------------------------------------------------------------------------- credit
 
@@ -549,9 +549,10 @@ class Trainer:
             batch.look.set_controls(trees, scored(self._logps, args, session.accelerator.device))
             self.rollout_costs |= {name: session.sum(count) for name, count in batch.look.counts().items()}
         self.rollout_costs |= mismatch_metrics(trees, args, session.gather)
+        self.rollout_costs |= {"rollout/staleness": float(batch.stale)} if args.staleness else {}
         return trees
 
-    def _sample(self, seed: Sequence[int], policy: Policy, memory: Memory) -> Sampled:
+    def _sample(self, seed: Sequence[int], policy: Any, memory: Memory) -> Sampled:
         """Roll out the tasks of an update, every N-th on each of N processes: the same tasks for every N."""
         args, session = self.args, self.session
         count = math.ceil(args.prompts * max(1.0, args.dynamic_sampling))
@@ -570,9 +571,9 @@ class Trainer:
         if args.lookahead:
             ahead = LookAhead(args, session.prompt, session.chat, memory.values, memory.network)
         shared |= dict(overlap=args.env_overlap, clock=clock, failures=failures, look=ahead)
-        shared |= dict(capture_every=args.env_capture_every)
+        shared |= dict(capture_every=args.env_capture_every, timeout=args.rollout_timeout or None)
         with session.journal(seed) as journal:
-            trees = rollout(session.envs, policy, schedule, journal=journal, **shared)
+            trees = roll_out(session.envs, policy, schedule, by_itself=by_itself(args), journal=journal, **shared)
         return Sampled(trees, policy, clock, failures, time.perf_counter() - began, ahead)
 
     def _differing(self, trees: Sequence[RolloutTree]) -> list[RolloutTree]:

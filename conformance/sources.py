@@ -88,7 +88,10 @@ def _data(modules: Collection[str]) -> dict[str, str]:
     rooms = {path.parent for name in modules if (path := _path(name)) and _within(name, "sandboxgym.envs")}
     rooms |= {ROOTS["sandboxgym"] / "sandbox"} if any(_within(name, SANDBOX) for name in modules) else set()
     files = {
-        file for room in rooms for file in room.rglob("*") if file.is_file() and file.suffix not in (".py", ".pyc")
+        file
+        for room in rooms
+        for file in room.rglob("*")
+        if file.suffix != ".py" and "__pycache__" not in file.parts and file.is_file()
     }
     return {str(file.relative_to(HERE.parent)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
 

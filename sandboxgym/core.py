@@ -138,7 +138,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
 
     Authors write `_capture` and `_apply`, and where they pay off:
 
-    - ``immutable_state = True`` if `_capture` returns a value that nothing ever mutates (no copy is made then);
+    - ``immutable_state = True`` if `_capture` returns a value that nothing ever mutates (no copy is made then); not
+      inherited by a class that overrides `_capture`;
+    - ``apply_draws = False`` if `_apply` neither draws from ``np_random`` or a space nor replaces one of them (streams
+      that are where the snapshot has them are left alone then); not inherited by a class that overrides `_apply`;
     - `_transition`, if the last transition can be recomputed from the state (it is not stored then);
     - `_encode`/`_decode`, if the state is not plain data (None, bool, int, float, str, bytes, list, tuple, dict,
       set, NumPy arrays and scalars);
@@ -154,6 +157,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     state_version: ClassVar[int] = 1
     """Version of the captured state's meaning; raise it with a change, and older snapshots are refused."""
     immutable_state: ClassVar[bool] = False
+    apply_draws: ClassVar[bool] = True
     step_limit: int | None = None
     """Steps after which a ``TimeLimit`` ends an episode, if `SnapshotWrapper` finds one (``gym.make``)."""
 
@@ -161,8 +165,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     _was_reset: bool = False
     _lineage: str | None = None
     _fits: Header | None = None
-    _known: Sequence[randomness.Known] = ()
-    _known_streams: dict[str, Any] | None = None
+    _known: randomness.KnownStreams | None = None
     _arguments: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
@@ -179,10 +182,16 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         """
         super().__init_subclass__(**kwargs)
         _TAKEN.refuse_class(cls)
+        for name, method in (("immutable_state", "_capture"), ("apply_draws", "_apply")):
+            owner = cls.__mro__[_depth(cls, name)]
+            known = owner.__mro__ if issubclass(owner, SnapshotEnv) else cls.__mro__
+            others = any(method in vars(base) and base not in known for base in cls.__mro__)
+            if others or _depth(cls, method) < _depth(cls, name):  # what was declared is not of all of these methods
+                setattr(cls, name, getattr(SnapshotEnv, name))
         if isinstance(cls.snapshot_spec, SnapshotSpec):  # a property, where it depends on the instance
             cls.metadata = {**cls.metadata, "snapshot": asdict(cls.snapshot_spec)}
         for name, recording in (("reset", _recording_reset), ("step", _recording_step)):
-            owner = next(base for base in cls.__mro__ if name in vars(base))
+            owner = cls.__mro__[_depth(cls, name)]
             if owner is cls or not (owner is gym.Env or issubclass(owner, SnapshotEnv)):  # own, or a mixed-in env's
                 setattr(cls, name, recording(getattr(cls, name)))
 
@@ -238,6 +247,9 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
             SnapshotMismatch, SnapshotReleased, SnapshotCorrupt: and the environment is as it was. So it is after any
                 other exception too: one that an alarm's handler raises, a full disk (`sandboxgym.errors.from_outside`).
         """
+        if isinstance(snap, Snapshot) and snap.layers:
+            names = ", ".join(layer.name for layer in snap.layers)
+            raise SnapshotMismatch(f"{snap!r} includes the state of wrappers ({names}): restore it through that stack")
         return self._restore(snap, seed, lambda observation, info: (observation, info))
 
     def successors(self, actions: Sequence[ActT]) -> list[Transition]:
@@ -264,12 +276,12 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return self.successors(actions)
 
     def _restore(self, snap: Snapshot, seed: int | None, through: Through) -> tuple[ObsT, dict[str, Any]]:
-        """Restore, and pass the result through the wrappers around; a failure there is rolled back too."""
+        """Restore, and pass the result through the wrappers around; a failure there is rolled back too.
+
+        The layers of the snapshot are not looked at: they are those of the wrappers.
+        """
         if not isinstance(snap, Snapshot):
             raise TypeError(f"expected a Snapshot, found {type(snap).__qualname__}")
-        if snap.layers:
-            names = ", ".join(layer.name for layer in snap.layers)
-            raise SnapshotMismatch(f"{snap!r} includes the state of wrappers ({names}): restore it through that stack")
         if seed is not None:
             seeding.np_random(seed)  # refuses what is not a seed
         self._check_fits(snap)
@@ -284,7 +296,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         except BaseException as error:
             if undo is not None:
                 self._put(undo, None)
-            self._put_streams(streams)  # those of an environment that was never reset too
+            self._put_streams(streams)  # `_put` may have left them alone, and an environment never reset has some too
             self._was_reset, self._last = before
             if isinstance(error, SnapshotError) or snap._body is not None or from_outside(error):
                 raise
@@ -406,9 +418,14 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
     def _body(self) -> Body:
         state = self._capture()
         if not self.immutable_state:
-            state = copy.deepcopy(state)
+            try:
+                state = copy.deepcopy(state)
+            except TypeError as error:
+                error.add_note("a state without copies needs immutable_state = True in the class that has its _capture")
+                raise
         # Streams that nothing was drawn from yet are made now: else every restore would make its own.
-        _ = self.np_random
+        if self._np_random is None:
+            _ = self.np_random
         spaces = randomness.all_spaces(self.action_space, self.observation_space)
         for space in spaces:
             if space._np_random is None:
@@ -419,43 +436,42 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         """State of all random streams: the known one again if nobody used them since."""
         if spaces is None:
             spaces = randomness.all_spaces(self.action_space, self.observation_space)
-        known, before = self._known, self._known_streams
-        if before is not None and randomness.are_of(known, self._np_random, spaces):
-            states: list[randomness.State | None] = [stream.captured() for stream in known]
-            seed = self._np_random_seed
-            if states[0] is before["np_random"] and states[1:] == before["spaces"] and seed == before["np_random_seed"]:
-                return before
-        else:
-            states = [
-                randomness.capture(stream) for stream in (self._np_random, *(space._np_random for space in spaces))
-            ]
-            self._known = randomness.known(self._np_random, spaces, states)
-        self._known_streams = {"np_random": states[0], "np_random_seed": self._np_random_seed, "spaces": states[1:]}
-        return self._known_streams
+        known = self._known
+        if known is not None and known.are_of(self._np_random, spaces):
+            return known.captured(self._np_random_seed)
+        own, *theirs = randomness.capture_all([self._np_random, *[space._np_random for space in spaces]])
+        content = {"np_random": own, "np_random_seed": self._np_random_seed, "spaces": theirs}
+        self._known = randomness.known(self._np_random, spaces, content)
+        return content
 
     def _put_streams(self, streams: dict[str, Any]) -> None:
-        if not isinstance(streams["np_random_seed"], int | None):
-            raise SnapshotCorrupt(f"expected a seed or None, found {brief(streams['np_random_seed'])}")
+        seed = streams["np_random_seed"]
+        if not (seed is None or isinstance(seed, int)):
+            raise SnapshotCorrupt(f"expected a seed or None, found {brief(seed)}")
         spaces = randomness.all_spaces(self.action_space, self.observation_space)
         states = streams["spaces"]
         if not isinstance(states, list) or len(spaces) != len(states):
             raise SnapshotCorrupt(f"expected the streams of {len(spaces)} spaces, found {brief(states)}")
-        states = [streams["np_random"], *states]
-        self._np_random_seed, self._known_streams = streams["np_random_seed"], streams
-        if randomness.are_of(self._known, self._np_random, spaces) and randomness.put_all(self._known, states):
+        self._np_random_seed, known = seed, self._known
+        if known is not None and known.are_of(self._np_random, spaces) and known.put(streams):
             return
-        self._known = ()
-        self._np_random = randomness.restored(states[0], self._np_random)
-        randomness.restore_spaces(states[1:], self.action_space, self.observation_space)
-        self._known = randomness.known(self._np_random, spaces, states)
+        self._known = None
+        own = streams["np_random"], randomness.restored(streams["np_random"], self._np_random)
+        self._np_random = own[1]
+        randomness.restore_spaces(states, self.action_space, self.observation_space, own=own)
+        self._known = randomness.known(self._np_random, spaces, streams)
 
     def _put(self, body: Body, seed: int | None, *, own: bool = False) -> None:
-        """Apply a captured body; ``own``: it was decoded for this call and is not shared."""
+        """Apply a captured body; ``own``: it was decoded for this call and is not shared.
+
+        The streams were captured just before (or are put back after it, where a restore failed).
+        """
         self._apply(body.state if own or self.immutable_state else copy.deepcopy(body.state))
         self._last = body.transition  # private and never mutated, like the one in the snapshot
         self._was_reset = True
         if seed is None:
-            self._put_streams(body.rng)
+            if self.apply_draws or self._known is None or not self._known.are_at(body.rng):
+                self._put_streams(body.rng)
         else:
             self._np_random, self._np_random_seed = seeding.np_random(seed)
             randomness.reseed_spaces(seed, self.action_space, self.observation_space)
@@ -488,11 +504,15 @@ _TAKEN = Taken(
         "_was_reset": bool,
         "_lineage": str | None,
         "_fits": Header | None,
-        "_known": Sequence,
-        "_known_streams": dict | None,
+        "_known": randomness.KnownStreams | None,
         "_arguments": tuple,
     },
 )
+
+
+def _depth(kind: type[Any], name: str) -> int:
+    """Position, in the order in which Python looks attributes up, of the class that an attribute comes from."""
+    return next(depth for depth, base in enumerate(kind.__mro__) if name in vars(base))
 
 
 def _recording_reset(reset: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,8 +2,8 @@
 
 A stream is a NumPy `Generator`; its state includes the seed sequence, so that a later ``spawn`` is exact too.
 
-What was captured of a stream or put into it last is `Known`. A stream that nobody used in between has that very object
-as its state again, so that snapshots share it, and its seed sequence is not read or checked a second time.
+What was captured of streams or put into them last is `KnownStreams`. Streams that nobody used in between have that very
+object as their content again, so that snapshots share it, and no seed sequence is read or checked a second time.
 """
 
 from __future__ import annotations
@@ -33,6 +33,11 @@ _LEAVES = frozenset(
 
 State = dict[str, Any]
 """Captured state of a stream; never mutated, for snapshots share it."""
+Content = dict[str, Any]
+"""Captured state of an environment's streams: ``np_random``, ``np_random_seed``, ``spaces``; never mutated either.
+
+Streams that are one and the same have the very same state; others never do.
+"""
 Space = gym.Space[Any]
 
 
@@ -41,7 +46,7 @@ def sibling_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
 
 
-class Known:
+class _Known:
     """A stream with the state that was captured of it, or put into it, last.
 
     Only of streams that can be compared quickly: of the other kinds of bit generators the states hold arrays. Of a seed
@@ -60,7 +65,8 @@ class Known:
 
     def captured(self) -> State:
         """State of the stream now: the known one again if it was not used."""
-        if self._space is not None and self._space.unseen is self.generator:
+        space = self._space
+        if space is not None and space.unseen is self.generator:
             return self.state
         if self._sequence.n_children_spawned != self._children:
             self.state = _captured(self._bits)
@@ -71,61 +77,88 @@ class Known:
             self.state = {"bit_generator": "PCG64", "state": now, "seed_sequence": known["seed_sequence"]}
         return self.state
 
-    def takes(self, state: State | None) -> bool:
-        """True if a state has this stream's very sequence: it was captured of it, or checked when it was put in."""
-        return (
-            state is not None
-            and state["seed_sequence"] is self.state["seed_sequence"]
-            and self._sequence.n_children_spawned == self._children
-        )
+    def put(self, state: State | None) -> bool:
+        """Set the stream to a state of its very sequence, which was captured of it or checked when it was put in.
 
-    def put(self, state: State) -> None:
-        """Set the stream to a state that it takes."""
-        if state is self.state and self._space is not None and self._space.unseen is self.generator:
-            return
+        Returns:
+            False for any other state; nothing is set then.
+        """
+        space, known = self._space, self.state
+        if state is known and space is not None and space.unseen is self.generator:
+            return True
+        if state is None or state["seed_sequence"] is not known["seed_sequence"]:
+            return False
+        if self._sequence.n_children_spawned != self._children:
+            return False
         self._bits.state = state["state"]
         self.state = state
+        return True
 
 
-def known(
-    generator: np.random.Generator | None, spaces: Sequence[Space], states: Sequence[State | None]
-) -> Sequence[Known]:
-    """Make `Known` of a stream and those of spaces, which are in these states.
+class KnownStreams:
+    """The streams of an environment with the content that was captured of them, or put into them, last."""
+
+    __slots__ = ("_content", "_generators", "_states", "_streams")
+
+    def __init__(self, streams: Sequence[_Known], content: Content) -> None:
+        self._streams = streams
+        self._generators = [stream.generator for stream in streams]
+        self._states = [stream.state for stream in streams]
+        self._content = content
+
+    def are_of(self, generator: np.random.Generator | None, spaces: Sequence[Space]) -> bool:
+        """Tell whether they are this stream and those of these spaces."""
+        return self._generators == [generator, *[space._np_random for space in spaces]]
+
+    def are_at(self, content: Content) -> bool:
+        """Tell whether a content is what was captured of them, or put into them, last."""
+        return self._content is content
+
+    def captured(self, seed: int | None) -> Content:
+        """Content of the streams now: the known one again if none was used and the seed is the same."""
+        states = [stream.captured() for stream in self._streams]
+        if states != self._states or seed != self._content["np_random_seed"]:
+            self._content = {"np_random": states[0], "np_random_seed": seed, "spaces": states[1:]}
+            self._states = states  # last: whatever comes between, these streams count as used
+        return self._content
+
+    def put(self, content: Content) -> bool:
+        """Set the streams to a content; False at the first that does not take its state, with those before it set."""
+        states = [content["np_random"], *content["spaces"]]
+        if not all(map(_Known.put, self._streams, states)):
+            return False
+        self._content, self._states = content, states
+        return True
+
+
+def known(generator: np.random.Generator | None, spaces: Sequence[Space], content: Content) -> KnownStreams | None:
+    """Make `KnownStreams` of a stream and those of spaces, of which this is the content.
 
     Returns:
-        () if there is one that has to be captured anew each time.
+        None if there is one that has to be captured anew each time, or that belongs to two of them.
     """
     found = []
     owners = [(generator, None), *[(space._np_random, space) for space in spaces]]
-    for (stream, space), state in zip(owners, states, strict=True):
+    if len({id(stream) for stream, _ in owners}) < len(owners):
+        return None
+    for (stream, space), state in zip(owners, [content["np_random"], *content["spaces"]], strict=True):
         if stream is None or state is None or type(stream.bit_generator) is not np.random.PCG64:
-            return ()
+            return None
         if state["seed_sequence"] is None or type(state["seed_sequence"]["entropy"]) is not int:
-            return ()
-        found.append(Known(stream, state, space))
-    return found
-
-
-def are_of(streams: Sequence[Known], generator: np.random.Generator | None, spaces: Sequence[Space]) -> bool:
-    """Tell whether known streams are this one and those of these spaces."""
-    if len(streams) != 1 + len(spaces) or streams[0].generator is not generator:
-        return False
-    return all([streams[number].generator is space._np_random for number, space in enumerate(spaces, 1)])
-
-
-def put_all(streams: Sequence[Known], states: Sequence[State | None]) -> bool:
-    """Set known streams to states that they take; False, and nothing is set, if there is one that they do not."""
-    for stream, state in zip(streams, states, strict=True):
-        if not stream.takes(state):
-            return False
-    for stream, state in zip(streams, states, strict=True):
-        stream.put(state)  # type: ignore[arg-type]  # it takes no None
-    return True
+            return None
+        found.append(_Known(stream, state, space))
+    return KnownStreams(found, content)
 
 
 def capture(generator: np.random.Generator | None) -> State | None:
     """Complete state of a random stream, or None for a stream not made yet."""
     return None if generator is None else _captured(generator.bit_generator)
+
+
+def capture_all(generators: Sequence[np.random.Generator | None]) -> list[State | None]:
+    """Complete states of random streams: the very same one of streams that are."""
+    found = {id(generator): capture(generator) for generator in generators}
+    return [found[id(generator)] for generator in generators]
 
 
 def _captured(bits: Any) -> State:
@@ -208,10 +241,15 @@ def compact(streams: dict[str, Any]) -> list[Any]:
     """Streams of an environment in few bytes, once they are encoded: equal ones in equal form.
 
     Of a usual stream only its 40 bytes and the entropy of its seed sequence, and of one that nobody used not even those
-    bytes. Any other stream is as it was captured.
+    bytes. One that came before is its number, from 0, which is that of ``np_random``. Any other is as it was captured.
     """
-    spaces = [_compact(state) for state in streams["spaces"]]
-    return [_compact(streams["np_random"]), streams["np_random_seed"], spaces]
+    states = [streams["np_random"], *streams["spaces"]]
+    first = {id(state): number for number, state in reversed(list(enumerate(states))) if state is not None}
+    own, *spaces = [
+        _compact(state) if first.get(id(state), number) == number else first[id(state)]
+        for number, state in enumerate(states)
+    ]
+    return [own, streams["np_random_seed"], spaces]
 
 
 def expanded(streams: Any) -> dict[str, Any]:
@@ -225,8 +263,11 @@ def expanded(streams: Any) -> dict[str, Any]:
     else:
         try:
             own, seed, spaces = streams
-            found = {"np_random": _expanded(own), "np_random_seed": seed, "spaces": list(map(_expanded, spaces))}
-        except (TypeError, ValueError) as error:
+            states: list[Any] = []
+            for state in (own, *spaces):
+                states.append(states[state] if type(state) is int and state >= 0 else _expanded(state))
+            found = {"np_random": states[0], "np_random_seed": seed, "spaces": states[1:]}
+        except (TypeError, ValueError, IndexError) as error:
             raise SnapshotCorrupt(f"expected the state of random streams, found {brief(streams)}") from error
     if not found.keys() >= {"np_random", "np_random_seed", "spaces"}:
         raise SnapshotCorrupt(f"expected the state of random streams, found {brief(streams)}")
@@ -309,16 +350,37 @@ def materialise(*spaces: Space | None, but: Collection[int] = ()) -> None:
 
 def capture_spaces(*spaces: Space | None, but: Collection[int] = ()) -> list[State | None]:
     """Capture the streams of the spaces that `spaces_in` finds."""
-    return [capture(space._np_random) for space in spaces_in(*spaces, but=but)]
+    return capture_all([space._np_random for space in spaces_in(*spaces, but=but)])
 
 
-def restore_spaces(states: list[State | None], *spaces: Space | None, but: Collection[int] = ()) -> None:
-    """Restore the streams captured by `capture_spaces`."""
+def restore_spaces(
+    states: list[State | None],
+    *spaces: Space | None,
+    but: Collection[int] = (),
+    own: tuple[State | None, np.random.Generator | None] = (None, None),
+) -> None:
+    """Restore the streams captured by `capture_spaces`; ``own``: one that was restored before, with its state."""
     found = list(spaces_in(*spaces, but=but))
     if not isinstance(states, list) or len(found) != len(states):
         raise SnapshotCorrupt(f"expected the streams of {len(found)} spaces, found {brief(states)}")
+    done = [own]
     for space, state in zip(found, states, strict=True):
-        _give(space, restored(state, space._np_random))
+        current = space._np_random
+        shared = next((stream for known, stream in done if known is state is not None), None)
+        if shared is not None:
+            _share(space, shared)
+        elif any(stream is current and not _are_equal(known, state) for known, stream in done):
+            _give(space, restored(state, None))  # they were not the same when this was captured
+        else:
+            _give(space, restored(state, current))
+        done.append((state, space._np_random))
+
+
+def _are_equal(one: State | None, other: State | None) -> bool:
+    try:
+        return one == other
+    except ValueError:  # they hold arrays
+        return False
 
 
 def reseed_spaces(seed: int, *spaces: Space | None, but: Collection[int] = ()) -> None:
@@ -333,3 +395,10 @@ def _give(space: Space, generator: np.random.Generator | None) -> None:
         space._np_random = generator  # type: ignore[assignment]  # not the property: it seeds the spaces inside anew
         if isinstance(space, Unicode):
             space.unseen = generator
+
+
+def _share(space: Space, generator: np.random.Generator) -> None:
+    """Give a space a stream that others have too."""
+    space._np_random = generator
+    if isinstance(space, Unicode):
+        space.unseen = None

@@ -179,6 +179,8 @@ class EnvCard:
     """Arguments with which ``sandboxgym play`` makes it for a person, unless the command line has others."""
     sandboxed: bool = False
     """True if it needs a process sandbox that works on this machine."""
+    step_seconds: float = 0.0
+    """Seconds that a step may take by the environment's own limits, with its default arguments; 0: it only computes."""
     probes: str = ""
     """Hook: a tuple of functions, each of which returns a finding for ``sandboxgym doctor``."""
     clear_cache: str = ""

@@ -27,6 +27,20 @@ from sandboxgym.system import directories
 
 toy_envs.register()
 
+try:
+    from hypothesis import HealthCheck, settings
+
+    # An example that is slow beside other tests is no fault of what it shows.
+    settings.register_profile(
+        "beside others",
+        settings.get_profile(settings.get_current_profile_name()),
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("beside others")
+except ImportError:
+    pass
+
 gc.disable()  # until `pytest_collection_finish`: what is collected stays
 
 

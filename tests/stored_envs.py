@@ -87,3 +87,12 @@ class Shell(SnapshotEnv[str, str]):
     @classmethod
     def _decode(cls, data: bytes) -> Any:
         return data
+
+
+def three_pages() -> Notebook:
+    """A notebook in mid-episode, of three pages."""
+    env = Notebook()
+    env.reset(seed=0)
+    for page in ("one", "two", "three"):
+        env.step(page)
+    return env

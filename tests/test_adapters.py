@@ -298,7 +298,7 @@ def test_live_paths_are_asked_at_the_same_time(openai, envs, policy):
 
     def together(request: dict[str, Any]) -> Any:
         try:
-            everyone.wait(timeout=10)
+            everyone.wait(timeout=120)
         except threading.BrokenBarrierError:
             return 500, {}
         return fair(request)

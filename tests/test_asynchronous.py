@@ -33,6 +33,7 @@ from sandboxgym.tree import (
     RolloutTree,
     Schedule,
     TopEntropy,
+    asynchronous,
     rollout,
     rollout_async,
 )
@@ -319,16 +320,18 @@ def test_an_environment_that_fails_changes_nothing(fates: None, name: str, call:
         assert whole(trees) == whole(intact)
 
 
+def paths(trees: Iterable[RolloutTree]) -> dict[Any, Any]:
+    """What happened on every path."""
+    return {
+        (tree.index, path.key): [(edge.action.text, edge.child.observation) for edge in path.edges]
+        for tree in trees
+        for path in tree.paths
+    }
+
+
 @pytest.mark.parametrize("name", ["entropy", "nested", "both", "watched"])
 @pytest.mark.parametrize("period", [5, 11])
 def test_many_failures_change_nothing_but_what_they_drop(fates: None, name: str, period: int) -> None:
-    def paths(trees: Iterable[RolloutTree]) -> dict[Any, Any]:
-        return {
-            (tree.index, path.key): [(edge.action.text, edge.child.observation) for edge in path.edges]
-            for tree in trees
-            for path in tree.paths
-        }
-
     intact = paths(doomed(lambda *_: False, SCHEDULES[name])[0])
     trees, failures = doomed(lambda call, before: before % period == 2, SCHEDULES[name], retries=2)
     found = paths(trees)
@@ -569,6 +572,89 @@ def test_a_rollout_cancelled_at_any_moment_leaves_nothing(held: list[Any]) -> No
     envs.close()
 
 
+@pytest.mark.parametrize("name", ["at the root", "entropy", "nested", "watched", "at starts"])
+def test_after_the_timeout_of_a_rollout_what_has_not_ended_is_dropped(
+    held: list[Any], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    made: list[Any] = []
+    envs = Envs(counted(made), threads=3)
+    kwargs: dict[str, Any] = {"tasks": [None] * 3, "seed": (3,), "max_live": 5, "timeout": 10.0}
+    intact = paths(rollout(envs, Thinking(), SCHEDULES[name], tasks=[None] * 3, seed=(3,)))
+    passed: asyncio.Event
+
+    class Late(Slow):
+        def __init__(self, moment: int) -> None:
+            super().__init__(Thinking(), moment)
+            self.left = moment
+
+        async def __call__(self, context: Context) -> Action | None:
+            self.left -= 1
+            if not self.left:
+                passed.set()
+            return await super().__call__(context)
+
+    async def deadline(seconds: float) -> None:
+        assert seconds == 10.0
+        await passed.wait()
+
+    monkeypatch.setattr(asynchronous, "_passed", deadline)
+    kept = set[int]()
+    for moment in (100_000, 1, 40, 60, 85, *range(20, 140, 7)):  # threads decide how much is done by when
+        if len(kept) > 2 and moment not in (40, 60, 85):
+            break
+        passed, failures, policy = asyncio.Event(), list[Failure](), Late(moment)
+        trees = rolled(envs, policy, SCHEDULES[name], retries=1, failures=failures, **kwargs)
+        found = paths(trees)
+        assert found.items() <= intact.items() and (len(found) < len(intact)) == bool(failures)
+        assert all(tree.paths for tree in trees)
+        assert all(each.dropped and "took longer than 10.0 s" in each.error for each in failures)
+        assert all((index, key[:end]) in found for index, key in found for end in range(2, len(key), 2))
+        policy.check()
+        assert all(snap.released for snap in held) and given_back(envs, made)
+        for env in made:
+            envs.give(env)
+        kept.add(len(found))
+        if failures:
+            passed, told = asyncio.Event(), list[Failure]()
+            with pytest.raises(TimeoutError, match=r"the rollout took longer than 10.0 s"):
+                rolled(envs, Late(moment), SCHEDULES[name], failures=told, **kwargs)
+            assert told == []
+    assert min(kept) == 0 and max(kept) == len(intact) and len(kept) > 2
+    envs.close()
+
+
+def test_after_the_timeout_no_environment_is_made_and_no_task_reset_to(
+    held: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is under way ends: here the first step of the first path, while others wait for an environment."""
+    begun, let_go = threading.Event(), threading.Event()
+    made: list[Any] = []
+
+    def make() -> gym.Env[Any, Any]:
+        if len(made) == 1:
+            begun.set()
+            assert let_go.wait(timeout=300)
+        made.append(gym.make("toys/Dice-v0"))
+        return made[-1]
+
+    async def deadline(_: float) -> None:
+        while not begun.is_set():
+            await asyncio.sleep(0.001)
+        asyncio.get_running_loop().call_soon(let_go.set)
+
+    monkeypatch.setattr(asynchronous, "_passed", deadline)
+    envs, failures = Envs(make, threads=2), list[Failure]()
+    assert (
+        rolled(envs, forward, Schedule(2), tasks=range(9), max_live=4, retries=3, timeout=1.0, failures=failures) == []
+    )
+    assert len(made) == 2 and len(held) <= 1
+    assert sum(failure.dropped for failure in failures) == 2 * 9 and {failure.task for failure in failures} == set(
+        range(9)
+    )
+    assert given_back(envs, made)
+    envs.close()
+
+
 def test_a_policy_that_keeps_a_cancellation_to_itself_does_not_go_on(envs: Envs) -> None:
     calls = Counter[str]()
 
@@ -581,8 +667,12 @@ def test_a_policy_that_keeps_a_cancellation_to_itself_does_not_go_on(envs: Envs)
         return Action(0)
 
     async def main() -> None:
+        work = asyncio.create_task(rollout_async(envs, stubborn, Schedule(3)))
+        while calls["begun"] < 3:
+            assert not work.done()
+            await asyncio.sleep(0.001)
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(rollout_async(envs, stubborn, Schedule(3)), 0.05)
+            await asyncio.wait_for(work, 0.01)
 
     asyncio.run(main())
     assert calls == {"begun": 3, "cancelled": 3}
@@ -666,7 +756,7 @@ def test_a_watched_path_is_captured_while_the_policy_decides() -> None:
 
     async def policy(context: Context) -> Action:
         captured.clear()
-        for _ in range(10_000):
+        for _ in range(100_000):
             if captured.is_set():
                 break
             await asyncio.sleep(0.001)

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -51,11 +52,22 @@ def test_a_row_without_enough_measurements_says_why(name: str, reason: str) -> N
 def test_a_row_that_hangs_ends_with_its_time_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    lines = measure._lines
+
+    def once_it_hangs(pipe: Any) -> Any:
+        """Its time begins when it does nothing any more, however long its start takes."""
+        found, end = lines(pipe), time.monotonic() + 120
+        while not (tmp_path / "left").exists():
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        return found
+
+    monkeypatch.setattr(measure, "_lines", once_it_hangs)
     monkeypatch.setattr(measure, "START", 5.0)
     found = measured("hanging", options=Options(games=str(tmp_path)))
     assert found.reason == "0 measurements in 5 s; at least 3 are needed"
     assert not (tmp_path / "left").exists()
-    pid, patience = int((tmp_path / "pid").read_text()), time.monotonic() + 20
+    pid, patience = int((tmp_path / "pid").read_text()), time.monotonic() + 120
     while os.path.exists(f"/proc/{pid}") and Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z":
         assert time.monotonic() < patience
         time.sleep(0.05)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,12 @@ from components import missing
 from worker_envs import Trouble
 
 from sandboxgym.sandbox.base import SandboxUnavailable
+from sandboxgym.tree import Action, Envs, Failure, ForkAt, rollout
 from sandboxgym.workers import fleet, fleet_status
-from sandboxgym.workers.env_host import FleetError, HostCounts
-from sandboxgym.workers.fleet import RayEnvs, RayWorker
+from sandboxgym.workers.env_host import FleetError, HostCounts, Outcome
+from sandboxgym.workers.fleet import RayEnvs
 from sandboxgym.workers.fleet_status import Owner, Reporter, Usage
+from sandboxgym.workers.nodes.worker import RayWorker
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
 from sandboxgym.workers.worker import InlineWorker
 from sandboxgym.wrappers.jobs import EnvJob
@@ -28,6 +31,8 @@ class Cluster:
         self.labels: dict[str, dict[str, str]] = {}
         self.draining: set[str] = set()
         self.workers: list[Pretended] = []
+        self.here: str | None = None
+        """Node of the worker whose call is under way."""
 
     def nodes(self) -> list[dict[str, Any]]:
         return [
@@ -79,6 +84,10 @@ class Pretended(InlineWorker):
     def kill(self) -> None:
         super().kill()
         self.asked, self.node = False, None
+
+    def _take(self, timeout: float | None) -> Outcome:
+        CLUSTER.here = self.node
+        return super()._take(timeout)
 
     def _start(self) -> None:
         super()._start()
@@ -314,3 +323,115 @@ def test_an_environment_that_fails_to_move_is_as_it_was(cluster: Cluster) -> Non
     assert host.counts().environments == 0 and env.step("x")[0] == "x 2"
     for shared in (first, second):
         shared.worker.close()
+
+
+def test_a_node_where_environments_cannot_begin_gets_no_more_of_them(
+    cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Begins(Trouble):
+        def reset(self, **options: Any) -> Any:
+            if cluster.here == "a":
+                raise SandboxUnavailable("this kernel makes no sandboxes")
+            return super().reset(**options)
+
+    def grown(envs: Envs, failures: list[Failure]) -> Any:
+        def policy(contexts: Any) -> Any:
+            return [Action("end" if context.depth == 2 else "a") for context in contexts]
+
+        trees = rollout(envs, policy, ForkAt([1], width=2), tasks=range(8), seed=(1,), retries=1, failures=failures)
+        return [[(path.key, [edge.child.observation for edge in path.edges]) for path in tree.paths] for tree in trees]
+
+    cluster.room = {"a": 9, "b": 9}
+    failures: list[Failure] = []
+    with RayEnvs(Begins, 4) as envs:
+        assert places(cluster) == ["a", "a", "b", "b"]
+        there = grown(envs, failures)
+        assert places(cluster) == ["a", "a", "b", "b"]  # what is there may go on
+        cluster.room = {"a": 9}
+        for worker in cluster.workers:
+            if worker.node == "b":
+                worker.kill()
+        assert envs.take()  # since there is no other
+    assert failures and not any(failure.dropped for failure in failures)
+    assert caplog.text.count("is passed over for 60 s: this kernel makes no sandboxes") == 1
+    with Envs(Trouble) as here:
+        assert there == grown(here, [])
+
+
+def test_the_idle_environments_of_a_lost_worker_are_closed_once(cluster: Cluster) -> None:
+    """By whoever holds the lock, also of those that leave its node at the same time."""
+    alone: list[bool] = []
+
+    class Watched(list[Any]):
+        def __getitem__(self, place: Any) -> Any:
+            alone.append(envs._moving._is_owned())  # type: ignore[attr-defined]
+            return super().__getitem__(place)
+
+    with RayEnvs(Trouble, 2) as envs:
+        envs.give(envs.take())
+        envs._free = Watched(envs._free)
+        cluster.workers[0].kill()
+        assert envs.take()
+        assert alone and all(alone) and len(envs._made) == 1
+
+
+class Table:
+    """The table of a cluster's head in place of Ray's, and a clock that goes on only while it is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: dict[bytes, bytes] = {}
+        self.now = 1000.0
+        self.lives: dict[bytes, float] = {}
+        """Owners that report, each with how far its clock is ahead."""
+        clock = SimpleNamespace(time=lambda: 5e8 + self.now, monotonic=lambda: self.now, sleep=self.sleep)
+        monkeypatch.setattr(fleet_status, "time", clock)
+        monkeypatch.setattr(fleet_status, "internal_kv", self)
+        monkeypatch.setattr(fleet_status, "_seen", {})
+        self.report()
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.report()
+
+    def report(self) -> None:
+        for key, ahead in self.lives.items():
+            self.rows[key] = Owner("", "", 5e8 + self.now + ahead, 0.0).to_json()
+
+    def _internal_kv_list(self, prefix: str, **_: Any) -> list[bytes]:
+        return [key for key in self.rows if key.startswith(prefix.encode())]
+
+    def _internal_kv_get(self, key: bytes, **_: Any) -> bytes | None:
+        return self.rows.get(key)
+
+    def _internal_kv_put(self, key: str, row: bytes, **_: Any) -> None:
+        self.rows[key.encode()] = row
+
+    def _internal_kv_del(self, key: str, **_: Any) -> None:
+        del self.rows[key.encode()]
+
+
+def test_an_owner_whose_clock_differs_lives_until_it_reports_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(monkeypatch)
+    table.lives = {b"fleet/ahead": 300.0, b"fleet/behind": -300.0, b"fleet/agrees": 0.0}
+    table.report()
+    before = table.now
+    for _ in range(30):
+        assert {key for key, _ in fleet_status.reports()} == {"fleet/ahead", "fleet/behind", "fleet/agrees"}
+        table.sleep(1.0)
+    assert table.now - before == 30 + 2 * fleet_status.PERIOD  # it waited once
+    table.lives = {}
+    assert len(fleet_status.reports()) == 3
+    table.sleep(fleet_status.STALE + 1.0)
+    assert not fleet_status.reports() and not table.rows
+    table.rows[b"fleet/killed"] = Owner("", "", 5e8, 0.0).to_json()
+    assert not fleet_status.reports() and not table.rows  # also for one who has never seen it
+
+
+def test_the_mark_of_a_drained_node_goes_with_the_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = Table(monkeypatch)
+    nodes = [{"NodeID": name, "Alive": name != "gone"} for name in ("here", "gone", "other")]
+    monkeypatch.setattr(fleet_status, "ray", SimpleNamespace(nodes=lambda: nodes))
+    for name in ("here", "gone", "unknown"):
+        fleet_status.drain(name)
+    assert fleet_status.draining() == {"here"}
+    assert list(table.rows) == [b"drain/here"]

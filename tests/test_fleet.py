@@ -5,81 +5,56 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import pytest
 from components import missing
 from image_service import Service
+from ports import free_port
+from ray_nodes import STEPS, WHERE, At, Nodes, await_all, fleet_of, grown, plain, until, workers_of
 
 import sandboxgym
 from sandboxgym.cli import main as cli
-from sandboxgym.tree import Action, Context, Envs, Failure, ForkAt, RolloutTree, rollout
-from sandboxgym.workers import fleet
+from sandboxgym.sandbox import backends
+from sandboxgym.sandbox.base import SandboxUnavailable
+from sandboxgym.tree import Action, Context, Envs, Failure, ForkAt, rollout
+from sandboxgym.tree.journal import Journal
 from sandboxgym.workers import fleet_status as state_of_fleet
-from sandboxgym.workers.env_host import CallTimedOut, WorkerDied
-from sandboxgym.workers.fleet import FleetError, RayEnvs, RayWorker
+from sandboxgym.workers.env_host import CallTimedOut, FleetError, WorkerDied
+from sandboxgym.workers.fleet import RayEnvs
 from sandboxgym.workers.fleet_status import drain, fleet_status
 from sandboxgym.workers.nodes import cluster as ray_cluster
+from sandboxgym.workers.nodes import images as images_on_nodes
+from sandboxgym.workers.nodes import worker as worker_on_node
 from sandboxgym.workers.nodes.images import FleetImages
 from sandboxgym.workers.nodes.limits import FleetFull, Limits
+from sandboxgym.workers.nodes.worker import RayWorker
+from sandboxgym.workers.pool import EnvPool
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
+from sandboxgym.workers.store import SnapshotStore
+from sandboxgym.workers.vector import SnapshotVectorEnv
 
 try:
     import ray
-    from ray.cluster_utils import Cluster
     from ray.experimental import internal_kv
 except ModuleNotFoundError:
     ray = None  # type: ignore[assignment]
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ray")]
-TASKS, STEPS = list(range(4)), 12
-WHERE = {"resources": {"env": 0.01}, "create_timeout": 120.0}
-"""Arguments of workers that are placed on the nodes of environments, which may die, not on the head."""
-
-
-class Nodes:
-    """A cluster of a head, which has no room for workers, and nodes that come and go."""
-
-    def __init__(self) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
-        self.nodes = [self.joined(), self.joined()]
-        ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error", configure_logging=False)
-
-    @property
-    def address(self) -> str:
-        return str(self.cluster.address)
-
-    def joined(self) -> Any:
-        return self.cluster.add_node(num_cpus=4, resources={"env": 4}, object_store_memory=80_000_000)
-
-    def with_two(self) -> list[Any]:
-        """The nodes of environments, two of them."""
-        while len(self.nodes) < 2:
-            self.nodes.append(self.joined())
-        return self.nodes
-
-    def kill(self, node: Any, workers: Sequence[RayWorker]) -> None:
-        """End a node and its workers at once, as a machine does that loses its power."""
-        there = [worker.pid for worker in workers if worker.node == node.node_id]
-        assert there
-        for pid in there:
-            os.kill(pid, signal.SIGKILL)  # else they serve on for a moment without their node
-        self.nodes.remove(node)
-        self.cluster.remove_node(node, allow_graceful=False)
-
-    def end(self) -> None:
-        ray.shutdown()
-        self.cluster.shutdown()
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -97,56 +72,10 @@ def nodes() -> Iterator[Nodes]:
     made.end()
 
 
-def policy(contexts: Sequence[Context]) -> list[Action]:
-    return [Action(str(context.rng.choice(context.info["admissible_commands"]))) for context in contexts]
-
-
-def plain(trees: Sequence[RolloutTree]) -> Any:
-    return [
-        [(path.key, [(e.action.text, e.reward, e.child.observation) for e in path.edges]) for path in tree.paths]
-        for tree in trees
-    ]
-
-
-def grown(envs: Any, decide: Any = policy, failures: list[Failure] | None = None) -> Any:
-    return plain(rollout(envs, decide, ForkAt([2, 5], width=3), tasks=TASKS, seed=(3,), retries=3, failures=failures))
-
-
 @pytest.fixture(scope="module")
 def local() -> Any:
     with Envs(lambda: gym.make("sandboxgym/ALFWorld-v0", max_episode_steps=STEPS)) as envs:
         return grown(envs)
-
-
-def fleet_of(workers: int, **options: Any) -> RayEnvs:
-    return RayEnvs("sandboxgym/ALFWorld-v0", workers, max_episode_steps=STEPS, **{**WHERE, **options})
-
-
-def workers_of(envs: RayEnvs) -> list[RayWorker]:
-    found = [shared.worker for shared in envs._slots]
-    assert all(isinstance(worker, RayWorker) for worker in found)
-    return found  # type: ignore[return-value]
-
-
-def await_all(envs: RayEnvs) -> None:
-    """Wait until every worker runs; those that were placed on a node that is gone are asked for anew."""
-    deadline = time.monotonic() + 120
-    while len(envs._running()) < len(set(envs._present()) - set(envs._leaving)):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-
-
-class At:
-    """The policy, which calls a function once, before a decision with a number."""
-
-    def __init__(self, number: int, function: Any) -> None:
-        self.number, self.function, self.calls = number, function, 0
-
-    def __call__(self, contexts: Sequence[Context]) -> list[Action]:
-        self.calls += 1
-        if self.calls == self.number:
-            self.function()
-        return policy(contexts)
 
 
 def test_trees_on_two_nodes_are_the_local_ones(nodes: Nodes, local: Any) -> None:
@@ -155,6 +84,47 @@ def test_trees_on_two_nodes_are_the_local_ones(nodes: Nodes, local: Any) -> None
         await_all(envs)
         assert len({worker.node for worker in workers_of(envs)}) == 2
         assert grown(envs) == local
+
+
+SHELL = ("ls", "echo one >> notes; wc -l notes", "head -c 100000 /dev/zero > big; wc -c big", "cat notes; pwd")
+
+
+@pytest.mark.parametrize(
+    ("env", "arguments"),
+    [("WebShop-v0", {"max_episode_steps": 5}), ("SWEBench-v0", {"dataset": "mini", "max_episode_steps": 4})],
+    ids=["webshop", "swebench"],
+)
+def test_trees_of_other_environments_are_the_local_ones_although_a_worker_and_a_node_are_killed(
+    nodes: Nodes, tmp_path: Path, env: str, arguments: dict[str, Any]
+) -> None:
+    if env == "SWEBench-v0":
+        try:
+            backends.check("overlay")
+        except SandboxUnavailable as error:
+            missing("overlay", str(error))
+
+    def decide(contexts: Sequence[Context]) -> list[Action]:
+        return [Action(str(c.rng.choice(c.info.get("admissible_commands") or SHELL))) for c in contexts]
+
+    def kill_worker() -> None:
+        pid = workers_of(envs)[0].pid
+        assert pid
+        os.kill(pid, signal.SIGKILL)
+
+    def kill_node() -> None:
+        there = workers_of(envs)[1].node
+        nodes.kill(next(node for node in nodes.nodes if node.node_id == there), workers_of(envs))
+
+    options: dict[str, Any] = {"tasks": [0, 1], "seed": (3,)}
+    with Envs(lambda: gym.make(f"sandboxgym/{env}", **arguments)) as here:
+        whole = plain(rollout(here, decide, ForkAt([2], width=2), **options))
+    lost: list[Failure] = []
+    nodes.with_two()
+    with RayEnvs(f"sandboxgym/{env}", 2, store=tmp_path / "store", **WHERE, **arguments) as envs:  # type: ignore[arg-type]
+        await_all(envs)
+        player = At(2, kill_worker, At(4, kill_node, decide))
+        assert plain(rollout(envs, player, ForkAt([2], width=2), retries=3, failures=lost, **options)) == whole
+    assert len(nodes.nodes) == 1 and lost and not any(failure.dropped for failure in lost)
 
 
 @pytest.mark.parametrize("number", [3, 9])
@@ -185,6 +155,28 @@ def test_a_killed_node_whose_workers_kept_their_snapshots_changes_no_tree(
         assert grown(envs, At(9, kill), lost) == local
         assert lost and not any(failure.dropped for failure in lost)
         assert all(worker.snapshots_shipped == 0 for worker in workers_of(envs))
+
+
+def test_a_snapshot_in_the_memory_of_the_nodes_outlives_the_node_that_took_it(nodes: Nodes, local: Any) -> None:
+    doomed = nodes.with_two()[0]
+    with fleet_of(2, store="ray-objects://fleet") as envs:
+        await_all(envs)
+        assert grown(envs) == local
+        there, *_, here = sorted(envs._running(), key=lambda place: envs._worker(place).node != doomed.node_id)
+        env = envs.take_at(there)
+        env.reset(seed=1, options={"task": 2})
+        env.step("look")
+        snap = env.snapshot()  # type: ignore[attr-defined]
+        snap.kept.prepare()
+        expected = env.step("inventory")
+        nodes.kill(doomed, workers_of(envs))
+        other = envs.take_at(here)
+        other.restore(snap)  # type: ignore[attr-defined]
+        assert other.step("inventory") == expected
+        envs.discard(env)
+        envs.give(other)
+        assert grown(envs) == local
+    until(lambda: not ray.util.list_named_actors(all_namespaces=True))
 
 
 def test_a_drained_node_is_left_with_its_environments_and_snapshots(
@@ -234,7 +226,9 @@ def test_a_node_that_joins_gets_its_share_of_the_paths(nodes: Nodes, local: Any)
             nodes.cluster.remove_node(joined)
 
 
-def test_an_image_is_fetched_once_for_all_nodes_and_attracts_workers(nodes: Nodes, tmp_path: Path) -> None:
+def test_an_image_is_fetched_once_for_all_nodes_and_attracts_workers(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     service = Service(tmp_path)
     images = FleetImages(str(tmp_path / "parts"), load=False, resources={"env": 0.01})
     try:
@@ -247,6 +241,12 @@ def test_an_image_is_fetched_once_for_all_nodes_and_attracts_workers(nodes: Node
             assert {worker.node for worker in workers_of(envs)} == set(two[:1])
         both = images.prefetch([service.name])
         assert set(both[two[0]].values()) == {"node"} and set(both[two[1]].values()) == {"peer"}
+        again = partial(FleetImages, str(tmp_path / "parts"), load=False, resources={"env": 0.01})
+        monkeypatch.setattr(images_on_nodes, "FleetImages", again)
+        assert cli(["swebench", "images", "slugline-4", "--image", service.name, "--fleet", nodes.address]) == 0
+        told = capsys.readouterr().out.splitlines()[-2:]  # after what Ray prints
+        assert {line.partition(", ")[0] for line in told} == {f"node {node[:8]}: images 1" for node in two}
+        assert not any(line.endswith(" 0 B") for line in told)
     finally:
         images.close()
         service.close()
@@ -267,7 +267,7 @@ def test_siblings_start_beside_the_snapshot_that_they_fork(nodes: Nodes) -> None
 
 def test_environments_beyond_the_limits_of_the_nodes_are_refused(nodes: Nodes) -> None:
     nodes.with_two()
-    with fleet_of(2, limits=Limits(environments=2), create_timeout=20.0) as envs:
+    with fleet_of(2, limits=Limits(environments=2)) as envs:
         await_all(envs)
         taken = [envs.take() for _ in range(4)]
         envs._gate._deadline = 0.3  # type: ignore[union-attr]
@@ -311,34 +311,105 @@ def test_a_frozen_worker_counts_as_lost_after_the_deadline(nodes: Nodes, local: 
         try:
             assert grown(envs, At(4, lambda: os.kill(pid, signal.SIGSTOP)), lost) == local
         finally:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # the fleet ends it, at some time
+                os.kill(pid, signal.SIGKILL)
         assert time.monotonic() - began < 50
         assert any("took longer than" in failure.error for failure in lost)
 
 
-def test_a_run_whose_worker_is_killed_ends_with_the_weights_of_one_that_was_not(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_frozen_node_counts_as_lost_after_the_deadline(nodes: Nodes, local: Any) -> None:
+    doomed = nodes.with_two()[0]
+    with fleet_of(4, timeout=5.0, reset_timeout=60.0) as envs, nodes.freezing(doomed) as freeze:
+        await_all(envs)
+        assert {worker.node for worker in workers_of(envs)} == {node.node_id for node in nodes.nodes}
+        lost: list[Failure] = []
+        assert grown(envs, At(4, freeze), lost) == local
+        assert any("took longer than" in failure.error for failure in lost)
+        assert not any(failure.dropped for failure in lost)
+
+
+def elsewhere(function: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process that executes a function of `ray_nodes`."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import ray_nodes; getattr(ray_nodes, sys.argv[2])(*sys.argv[3:])"
+    )
+    command = [sys.executable, "-c", code, os.path.dirname(__file__), function, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def test_a_client_of_the_cluster_grows_the_local_trees(nodes: Nodes, local: Any, tmp_path: Path) -> None:
+    nodes.with_two()
+    port = str(free_port())
+    server = [sys.executable, "-m", "ray.util.client.server", "--mode", "legacy", "--address", nodes.address]
+    with open(tmp_path / "log", "wb") as log:
+        serving = subprocess.Popen([*server, "--host", "127.0.0.1", "--port", port], stdout=log, stderr=log)
+    try:
+        until(lambda: listens(port))
+        done = elsewhere("client", f"ray://127.0.0.1:{port}", str(tmp_path / "trees"))
+        assert done.returncode == 0, done.stderr[-2000:] + (tmp_path / "log").read_text()[-2000:]
+    finally:
+        serving.terminate()
+        serving.wait(60)
+    assert pickle.loads((tmp_path / "trees").read_bytes()) == local
+    assert not internal_kv._internal_kv_list("", namespace="sandboxgym")
+
+
+def listens(port: str) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", int(port)), timeout=1.0):
+        return True
+    return False
+
+
+def test_an_owner_that_was_killed_is_continued_from_its_journal_by_another(
+    nodes: Nodes, local: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.with_two()
+    store = tmp_path / "store"
+    killed = elsewhere("owner", nodes.address, str(tmp_path))
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    with fleet_of(2, store=store) as envs:
+        journal = Journal(tmp_path / "journal", head=None)
+        assert journal.found > 20
+        assert grown(envs, journal=journal) == local
+        journal.close()
+    monkeypatch.setattr(state_of_fleet, "STALE", 3.0)
+    until(lambda: not fleet_status().owners and not nodes.actors())
+    snapshots = SnapshotStore(store)
+    for lease in (store / "leases").iterdir():  # of the owner that was killed, an hour later
+        snapshots.lease(lease.name, seconds=-1.0)
+    snapshots.collect(grace=-1.0)
+    assert not snapshots.keys() and not list((store / "names").rglob("*-*-*"))
+
+
+def test_a_run_whose_node_is_killed_in_the_middle_ends_with_the_weights_of_one_that_was_not(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from bpo_ref.args import Args
+    from bpo_ref.sampling.policy import ChatPolicy
     from bpo_ref.train import Trainer
 
-    nodes.with_two()
+    doomed = nodes.with_two()[0]
     settings: dict[str, Any] = {"algo": "bpo", "prompts": 4, "updates": 2, "sft_steps": 2, "sft_episodes": 8}
     settings |= {"eval_episodes": 4, "eval_untrained": False, "context": 512, "trackers": (), "env_retries": 3}
     settings |= {"env_kwargs": ("games=embedded:train",), "eval_kwargs": ("games=embedded:unseen",)}
     Trainer(Args(**settings, out=str(tmp_path / "local"))).run()
     trainer = Trainer(Args(**settings, envs="ray", env_workers=2, out=str(tmp_path / "ray")))
-    envs = trainer.session.envs
+    envs, act, calls = trainer.session.envs, ChatPolicy.__call__, 0
     assert isinstance(envs, RayEnvs)
-    player, killed = trainer.session.player, []
 
-    def doomed(temperature: float) -> Any:
-        if trainer.session.stage == "rl" and not killed:
-            await_all(envs)
-            killed.append(ray.kill(workers_of(envs)[0]._actor))
-        return player(temperature)
+    def decide(policy: ChatPolicy, contexts: Sequence[Context]) -> Any:
+        nonlocal calls
+        calls += trainer.session.stage == "rl"
+        if calls == 3 and doomed in nodes.nodes:
+            nodes.kill(doomed, workers_of(envs))
+        return act(policy, contexts)
 
-    trainer.session.player = doomed  # type: ignore[method-assign]
+    monkeypatch.setattr(ChatPolicy, "__call__", decide)
+    await_all(envs)
     trainer.run()
-    assert killed
+    assert doomed not in nodes.nodes
+    rows = map(json.loads, (tmp_path / "ray" / "metrics.jsonl").read_text().splitlines())
+    assert sum(row.get("rollout/env_failures", 0) for row in rows) > 0
     one, other = ((tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("local", "ray"))
     assert one == other
 
@@ -363,7 +434,7 @@ def test_a_death_is_told_and_the_next_reset_starts_anew(nodes: Nodes) -> None:
     env.reset(seed=5)
     ray.kill(env.worker._actor)  # type: ignore[attr-defined]
     with pytest.raises(WorkerDied, match="lost"):
-        for _ in range(50):
+        for _ in range(600):
             env.step("look")
             time.sleep(0.1)
     assert env.reset(seed=5)
@@ -397,14 +468,14 @@ def test_a_cluster_without_room_is_told_in_a_sentence(nodes: Nodes) -> None:
 
 
 def test_a_node_without_the_package_is_told_in_a_sentence(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Actor(fleet._Actor):
+    class Actor(worker_on_node._Actor):
         pass
 
     Actor.__module__, Actor.__qualname__ = "only_here", "Actor"
     module = types.ModuleType("only_here")
     module.Actor = Actor  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "only_here", module)
-    monkeypatch.setattr(fleet, "_Actor", Actor)
+    monkeypatch.setattr(worker_on_node, "_Actor", Actor)
     nodes.with_two()
     began = time.monotonic()
     with (
@@ -412,7 +483,7 @@ def test_a_node_without_the_package_is_told_in_a_sentence(nodes: Nodes, monkeypa
         fleet_of(2) as envs,
     ):
         envs.take()
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - began < WHERE["create_timeout"]
 
 
 def test_a_node_with_another_version_of_the_package_is_told_in_a_sentence(
@@ -551,20 +622,13 @@ def test_an_owner_that_was_killed_disappears_from_the_state(nodes: Nodes, monkey
     assert not internal_kv._internal_kv_list("", namespace="sandboxgym")
 
 
-def until(condition: Any, seconds: float = 30.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-
-
 def test_actors_end_with_their_environments(nodes: Nodes) -> None:
     nodes.with_two()
     with fleet_of(2) as envs:
         await_all(envs)
         envs.give(envs.take())
         pids = [worker.pid for worker in workers_of(envs)]
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline and any(os.path.exists(f"/proc/{pid}") for pid in pids):
         time.sleep(0.2)
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
@@ -593,3 +657,34 @@ def test_a_cluster_that_is_not_there_is_told_in_a_sentence(monkeypatch: pytest.M
     monkeypatch.setattr(ray_cluster, "ray", None)
     with pytest.raises(gym.error.DependencyNotInstalled, match=r"sandboxgym\[ray\]"):
         ray_cluster.connect()
+
+
+def test_pools_and_vector_environments_have_their_workers_on_the_cluster(nodes: Nodes) -> None:
+    nodes.with_two()
+    env = "sandboxgym/ALFWorld-v0"
+
+    def play(env: Any, observation: Any, info: Any) -> list[Any]:
+        seen = [observation]
+        for turn in range(4):
+            commands = info["admissible_commands"]
+            observation, *rest, info = env.step(commands[turn % len(commands)])
+            seen.append((observation, *rest))
+        return seen
+
+    def played(mode: Any) -> list[Any]:
+        with EnvPool(env, 2, mode=mode, max_episode_steps=STEPS) as pool:
+            snap = pool.submit(lambda env, *_: env.snapshot(), task=1, seed=3).result()
+            jobs = [*pool.fork(snap, 3, play, seed=5), *(pool.submit(play, task=task, seed=task) for task in range(3))]
+            found = [job.result() for job in jobs]
+            assert pool.stats.restores == 3
+        with SnapshotVectorEnv.make(env, 3, mode, workers=2, max_episode_steps=STEPS) as vec:
+            vec.reset(seed=0, options=[{"task": task} for task in range(3)])
+            found += [vec.step(["look"] * 3)[:4]]
+            snap = vec.snapshot([0])[0]
+            vec.restore({1: snap, 2: snap}, seeds=7)
+            found += [[part.tolist() for part in map(np.asarray, vec.step(["inventory"] * 3)[:4])]]
+        return found
+
+    there, here = played("ray"), played("thread")
+    assert str(there) == str(here)
+    until(lambda: not nodes.actors())

@@ -9,18 +9,18 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from components import missing
+from ports import free_port
 
 ROOT = Path(__file__).parents[1]
 FILES = ROOT / "docs" / "examples" / "fleet"
@@ -107,7 +107,9 @@ def test_the_training_run_of_the_job_is_one_that_the_trainer_takes(monkeypatch: 
 
 def test_the_page_names_every_file() -> None:
     text = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
-    assert {path.name for path in FILES.iterdir()} == set(re.findall(r"examples/fleet/([\w.]+)\)", text))
+    assert {path.name for path in FILES.iterdir() if path.is_file()} == set(
+        re.findall(r"examples/fleet/([\w.]+)\)", text)
+    )
 
 
 def told(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -148,12 +150,6 @@ def test_what_a_node_lacks_is_one_sentence(tmp_path: Path) -> None:
     assert lonely.stderr.startswith(f"node.sh: expected the head's token in {tmp_path}/.ray/auth_token")
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
-
-
 def in_home(home: str) -> dict[int, str]:
     """Processes with this home directory, by id."""
     found = {}
@@ -176,10 +172,10 @@ def home() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def node(variables: Mapping[str, str], *arguments: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A node that runs as the script starts it, and is ended by SIGTERM."""
-    with open(Path(variables["HOME"]) / f"{arguments[0]}.log", "wb") as log:
-        running = subprocess.Popen([str(NODE), *arguments], env=dict(variables), stdout=log, stderr=log)
+def node(variables: Mapping[str, str], *arguments: str, host: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
+    """A node that runs as the script starts it, behind the command of a host, and is ended by SIGTERM."""
+    with open(Path(variables["HOME"]) / f"{arguments[0]}.log", "ab") as log:
+        running = subprocess.Popen([*host, str(NODE), *arguments], env=dict(variables), stdout=log, stderr=log)
     try:
         yield running
     finally:
@@ -228,6 +224,106 @@ def test_two_nodes_started_by_the_script_hold_a_rollout_and_leave_nothing(home: 
             ended = state()
             assert ended is not None and not ended["owners"]
     await_true(lambda: not in_home(home))
+
+
+PLAY = """
+import sys, time
+from pathlib import Path
+import rollout as example
+from sandboxgym.workers.fleet import RayEnvs
+asked, policy = [], example.policy
+def patient(contexts):
+    asked.append(0)
+    if len(asked) == 3:  # every path is under way
+        Path("under_way").touch()
+        while not Path("cut").exists():
+            time.sleep(0.05)
+    return policy(contexts)
+example.policy = patient
+with RayEnvs("sandboxgym/ALFWorld-v0", 4, timeout=10, create_timeout=30, max_episode_steps=20) as envs:
+    there = example.grown(envs)
+    nodes = {shared.worker.node for shared in envs._slots} - {None}
+example.policy = policy
+with example.Envs(lambda: example.gym.make("sandboxgym/ALFWorld-v0", max_episode_steps=20)) as envs:
+    print(len(nodes), example.rewards(there) == example.rewards(example.grown(envs)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ray")
+def test_a_host_that_loses_its_network_is_replaced_and_the_trees_are_the_same(home: str) -> None:
+    try:
+        import ray  # noqa: F401
+    except ModuleNotFoundError:
+        missing("ray", "Ray is not installed")
+    address = "10.213.7.1:6379"
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    variables |= {"HOME": home, "RAY_TMPDIR": f"{home}/ray", "PYTHONPATH": f"{ROOT}{os.pathsep}{FILES}", "CPUS": "2"}
+    variables |= {"RAY_AUTH_MODE": "token", "PATH": f"{Path(sys.executable).parent}:{variables['PATH']}"}
+    with contextlib.ExitStack() as stack:
+        head, first, second = stack.enter_context(hosts(3))
+        stack.enter_context(node({**variables, "NODE_IP": "10.213.7.1", "CPUS": "0"}, "head", host=head))
+
+        def nodes() -> int:
+            command = [*head, sys.executable, "-m", "sandboxgym", "fleet", "status", "--json"]
+            done = subprocess.run(
+                command, env={**variables, "RAY_ADDRESS": address}, capture_output=True, text=True, timeout=200
+            )
+            found = [
+                line for line in done.stdout.splitlines() if line.startswith("{")
+            ]  # Ray has empty lines of its own
+            return len(json.loads(found[-1])["nodes"]) if done.returncode == 0 else 0
+
+        await_true(lambda: nodes() == 1)
+        for number, host in ((2, first), (3, second)):
+            own = {"NODE_IP": f"10.213.7.{number}"}
+            stack.enter_context(node({**variables, **own}, "join", address, host=host))
+            await_true(lambda number=number: nodes() == number)  # type: ignore[misc]  # at once they get in each other's way
+        command = [*head, sys.executable, "-c", PLAY]
+        with subprocess.Popen(
+            command, cwd=home, env={**variables, "RAY_ADDRESS": address}, stdout=subprocess.PIPE, text=True
+        ) as playing:
+            await_true(lambda: Path(home, "under_way").exists() or playing.poll() is not None)
+            subprocess.run([*second, "ip", "link", "set", "eth0", "down"], check=True)
+            Path(home, "cut").touch()
+            said, _ = playing.communicate(timeout=300)
+        assert (playing.returncode, said) == (0, "1 True\n"), said
+    await_true(lambda: not in_home(home))
+
+
+@contextlib.contextmanager
+def hosts(number: int) -> Iterator[list[list[str]]]:
+    """Hosts with networks of their own, 10.213.7.1 and so on: for each, a command in front of those that run there.
+
+    They are network namespaces, joined by a bridge in the first, and end with a process in each.
+    """
+    if os.geteuid() != 0 or not all(map(shutil.which, ("ip", "unshare", "nsenter"))):
+        missing("namespaces", "hosts with networks of their own need root, ip, unshare and nsenter")
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(number):
+            keeper = subprocess.Popen(["unshare", "--net", "sleep", "infinity"])
+            stack.callback(keeper.wait)
+            stack.callback(keeper.kill)
+            own = os.readlink("/proc/self/ns/net")
+            await_true(lambda keeper=keeper, own=own: os.readlink(f"/proc/{keeper.pid}/ns/net") != own)  # type: ignore[misc]
+            found.append((keeper.pid, ["nsenter", f"--net=/proc/{keeper.pid}/ns/net"]))
+
+        def ip(host: list[str], command: str) -> None:
+            done = subprocess.run([*host, "ip", *command.split()], capture_output=True, text=True)
+            if done.returncode != 0:
+                missing("namespaces", f"ip {command}: {done.stderr.strip()}")
+
+        bridge = found[0][1]
+        ip(bridge, "link add eth0 type bridge")
+        for place, (process, host) in enumerate(found):
+            if place:
+                ip(bridge, f"link add to{place} type veth peer name eth0 netns {process}")
+                ip(bridge, f"link set to{place} master eth0 up")
+            ip(host, f"address add 10.213.7.{place + 1}/24 dev eth0")
+            ip(host, "link set eth0 up")
+            ip(host, "link set lo up")
+        yield [host for _, host in found]
 
 
 def await_true(condition: Any, seconds: float = 120.0) -> None:

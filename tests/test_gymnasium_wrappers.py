@@ -20,6 +20,7 @@ import sandboxgym
 from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch, SnapshotNotSupported, serialization
 from sandboxgym.wrappers import gymnasium as gymnasium_codecs
 from sandboxgym.wrappers.codecs import CODECS
+from sandboxgym.wrappers.stack import _capture, _simple, _stack
 
 STEPS = 30
 
@@ -230,6 +231,16 @@ class TestEveryWrapper:
             again = make()
             sandboxgym.restore(again, snap, seed=sandboxgym.sibling_seed(4, index))
             assert future(child, done) == future(again, done)
+
+
+@every_wrapper
+def test_a_layer_of_few_numbers_is_what_the_long_way_captures(make):
+    env, _ = reached(make, 3)
+    for wrapper, codec in _stack(env)[0]:
+        simple = _simple(wrapper, codec)
+        assert simple is None or repr(simple) == repr(_capture(wrapper, codec))
+        if type(wrapper) in (w.TimeLimit, w.OrderEnforcing, w.PassiveEnvChecker):
+            assert simple is not None
 
 
 def test_every_wrapper_of_gymnasium_is_classified():

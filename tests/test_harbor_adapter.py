@@ -8,6 +8,7 @@ import io
 import logging
 import sys
 import tarfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,8 @@ def test_files_and_commands_go_in_and_out(trial: Any, tmp_path: Path) -> None:
         await trial.exec("ln -s /etc/hostname /data/host; mkfifo /data/pipe; mkdir -p /tmp/.download.tar/x")
         await trial.download_dir("/data", tmp_path / "again")
         assert [path.name for path in (tmp_path / "again").iterdir()] == ["deep"]
+        await trial.exec("sleep 1000 > /dev/null 2>&1 & echo $! > server")  # as the solution of a task starts one
+        assert (await trial.exec("kill $(cat server)")).return_code == 0
         with pytest.raises(TimeoutError, match="more than 1 seconds"):
             await trial.exec("sleep 30", timeout_sec=1)
         await trial.exec("rm -rf /app")
@@ -98,7 +101,7 @@ def test_files_and_commands_go_in_and_out(trial: Any, tmp_path: Path) -> None:
     asyncio.run(play())
 
 
-def test_a_trial_has_named_snapshots_and_branches(trial: Any) -> None:
+def test_a_trial_has_named_snapshots_and_branches(trial: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         await trial.start(force_build=False)
         await trial.exec("echo draft > answer")
@@ -114,7 +117,91 @@ def test_a_trial_has_named_snapshots_and_branches(trial: Any) -> None:
             await trial.restore("other")
         with pytest.raises(ValueError, match="expected a name of letters"):
             await trial.snapshot("../up")
-        for one in (trial, left, right):
+        assert "not in the snapshot" not in caplog.text
+        await trial.exec("exec > /dev/null 2>&1; sleep 1000 &")
+        await trial.snapshot("served")
+        branches = await trial.branch(1)
+        assert caplog.text.count("not in the snapshot: 'background: ") == 2
+        for one in (trial, left, right, *branches):
             await one.stop(delete=True)
+
+    asyncio.run(play())
+
+
+def test_a_call_that_is_given_up_ends_its_command_and_the_next_waits(trial: Any) -> None:
+    async def play() -> None:
+        await trial.start(force_build=False)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await trial.exec("echo begun > /begun; sleep 77777; echo late > /late")
+        done = await trial.exec("cat /begun; ls /late; cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
+        assert done.stdout.startswith("begun\n") and "sleep 77777" not in done.stdout
+        assert "cannot access" in done.stdout or "No such file" in done.stdout
+        given_up = asyncio.create_task(trial.exec("sleep 77777"))
+        await asyncio.sleep(0)  # it waits in a thread, or will
+        given_up.cancel()
+        assert (await trial.exec("echo next")).stdout == "next\n"
+        await trial.stop(delete=True)
+
+    asyncio.run(play())
+
+
+def test_a_start_that_is_given_up_leaves_no_sandbox(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    start, made = trial._start, []
+
+    def slowly() -> None:
+        begun.set()
+        assert go_on.wait(60)
+        start()
+        made.append(trial._sandbox)
+
+    monkeypatch.setattr(trial, "_start", slowly)
+
+    async def play() -> None:
+        starting = asyncio.create_task(trial.start(force_build=False))
+        await asyncio.to_thread(begun.wait, 60)
+        starting.cancel()
+        await asyncio.wait([starting])
+        ending = asyncio.create_task(trial.stop(delete=True))
+        await asyncio.sleep(0)
+        go_on.set()
+        await ending
+
+    asyncio.run(play())
+    assert made[0].closed and trial._sandbox is None
+
+
+def test_branches_have_files_of_their_own_and_end_with_the_trial(trial: Any, tmp_path: Path) -> None:
+    async def play() -> None:
+        await trial.start(force_build=False)
+        (left,) = await trial.branch(1)
+        (right,) = await trial.branch(1)
+        (below,) = await right.branch(1)
+        places = [await one.snapshot("same") for one in (trial, left, right, below)]
+        top = trial.trial_paths.trial_dir / "snapshots"
+        assert places == [
+            top / "same.sandbox",
+            top / "branch-1" / "same.sandbox",
+            top / "branch-2" / "same.sandbox",
+            top / "branch-2" / "branch-1" / "same.sandbox",
+        ]
+        sandboxes = [one._sandbox for one in (trial, left, right, below)]
+        await left.stop(delete=True)
+        await trial.stop(delete=True)
+        assert all(sandbox.closed for sandbox in sandboxes)
+
+    asyncio.run(play())
+
+
+def test_what_is_too_large_to_download_leaves_no_archive(trial: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("sandboxgym.adapters.harbor._LARGEST", 100)
+
+    async def play() -> None:
+        await trial.start(force_build=False)
+        with pytest.raises(OSError, match="100 bytes"):
+            await trial.download_dir("/logs", tmp_path / "down")
+        assert ".download" not in (await trial.exec("ls -A /")).stdout
+        await trial.stop(delete=True)
 
     asyncio.run(play())

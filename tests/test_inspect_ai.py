@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,39 @@ async def test_calls_at_the_same_time_take_turns(sandbox_env: Any) -> None:
         for number in range(5):
             tasks.start_soon(call, number)
     assert found == {number: f"{number}" for number in range(5)}
+
+
+async def test_a_call_that_is_cancelled_ends_its_command(sandbox_env: Any) -> None:
+    import anyio
+
+    with anyio.move_on_after(0.5) as scope:
+        await sandbox_env.exec(["bash", "-c", "sleep 77777 & sleep infinity"])
+    assert scope.cancelled_caught
+    running = (await sandbox_env.exec(["bash", "-c", "cat /proc/[0-9]*/cmdline | tr '\\0' ' '"])).stdout
+    assert "sleep 7777" + "7" not in running and "sleep infinity" not in running
+    assert (await sandbox_env.exec(["ls", "-A", "/tmp"])).stdout.count(".sandboxgym-") == 1  # of the ls itself
+
+
+async def test_a_sample_that_is_cancelled_while_its_sandbox_is_made_leaves_none(monkeypatch: Any) -> None:
+    import anyio
+
+    from sandboxgym.adapters import inspect_ai
+
+    made: list[Any] = []
+    threads = []
+
+    def make(**arguments: Any) -> Any:
+        threads.append(threading.current_thread())
+        made.append(make_sandbox(**arguments))
+        anyio.from_thread.run_sync(scope.cancel)
+        return made[0]
+
+    make_sandbox = inspect_ai.make_sandbox
+    monkeypatch.setattr(inspect_ai, "make_sandbox", make)
+    with anyio.CancelScope() as scope:
+        await inspect_ai.SandboxgymEnvironment.sample_init("checks", inspect_ai.SandboxConfig(backend="overlay"), {})
+    assert threads != [threading.main_thread()], "all samples would wait for it"
+    assert scope.cancelled_caught and made[0].closed
 
 
 async def test_a_closed_sandbox_is_unavailable(sandbox_env: Any) -> None:

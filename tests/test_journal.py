@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import threading
 from collections import Counter
@@ -15,7 +16,7 @@ import pytest
 import worker_envs
 from test_tree import ForkEveryPath, Forks, Wanderer, sampled
 
-from sandboxgym.tree import Action, Context, Envs, RolloutTree, Schedule, rollout
+from sandboxgym.tree import Action, Context, Envs, RolloutTree, Schedule, rollout, rollout_async
 from sandboxgym.tree.journal import Journal, JournalMismatch
 from sandboxgym.workers.pool import PooledEnvs
 
@@ -68,8 +69,22 @@ class Counting(gym.Wrapper):
         return super().step(action)
 
 
-def grown(envs: Any, policy: Any, schedule: Schedule, **options: Any) -> list[RolloutTree]:
-    return rollout(envs, policy, schedule, tasks=[None] * 3, seed=(3,), **options)
+class OneByOne:
+    """A policy of one path at a time."""
+
+    def __init__(self, policy: Recalling) -> None:
+        self.policy, self.record, self.recall = policy, policy.record, policy.recall
+
+    async def __call__(self, context: Context) -> Action | None:
+        await asyncio.sleep(0)
+        return self.policy([context])[0]
+
+
+def grown(envs: Any, policy: Any, schedule: Schedule, *, driver: str = "lockstep", **options: Any) -> list[RolloutTree]:
+    options |= {"tasks": [None] * 3, "seed": (3,)}
+    if driver == "async":
+        return asyncio.run(rollout_async(envs, OneByOne(policy), schedule, **options))
+    return rollout(envs, policy, schedule, **options)
 
 
 def journal(folder: Path, **options: Any) -> Journal:
@@ -111,8 +126,32 @@ def test_a_rollout_that_was_killed_continues_with_its_trees(
         done.close()
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("drivers", [("async", "async"), ("lockstep", "async"), ("async", "lockstep")])
+@pytest.mark.parametrize("recall", [False, True])
+def test_either_driver_continues_what_the_other_has_written(
+    tmp_path: Path, schedule: Schedule, drivers: tuple[str, str], recall: bool
+) -> None:
+    with Envs(lambda: Counting(gym.make("toys/Dice-v0")), threads=3) as envs:
+        whole = sampled(grown(envs, Recalling(), schedule))
+        for driver in drivers:
+            mortal = Recalling(3 if driver == "lockstep" else 30)
+            begun(tmp_path, envs, mortal, schedule, recall=recall, driver=driver)
+        again, policy, Counting.steps = journal(tmp_path, recall=recall), Recalling(), 0
+        assert again.found > 3 * 4
+        assert sampled(grown(envs, policy, schedule, journal=again, driver=drivers[1])) == whole
+        assert all(policy.decided.values()) and Counting.steps > 0
+        again.close()
+        done, Counting.steps = journal(tmp_path), 0
+        for driver in drivers:
+            assert sampled(grown(envs, Recalling(), schedule, journal=done, driver=driver)) == whole
+        assert Counting.steps == 0 and done.written == 0
+        done.close()
+
+
+@pytest.mark.parametrize("driver", ["lockstep", "async"])
 def test_environments_continue_from_durable_snapshots_of_the_process_that_was_killed(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, driver: str
 ) -> None:
     schedule, place = Forks(3, 1, 3, late=True), tmp_path / "store"
     with local() as envs:
@@ -120,7 +159,7 @@ def test_environments_continue_from_durable_snapshots_of_the_process_that_was_ki
     earlier = PooledEnvs("toys/Dice-v0", 2, store=place)
     assert earlier._lease is not None
     lease = earlier._lease._lease
-    begun(tmp_path, earlier, Mortal(4), schedule)
+    begun(tmp_path, earlier, Recalling(4 if driver == "lockstep" else 40), schedule, driver=driver)
     named = [found.name for found in lease._blobs.list(f"names/{lease.name}")]
     earlier._lease._lease.release = lambda: None  # type: ignore[method-assign] - as of a process that was killed
     earlier.close()
@@ -129,7 +168,7 @@ def test_environments_continue_from_durable_snapshots_of_the_process_that_was_ki
         durable = envs.durable
         envs.durable = lambda name: found.append(name) or durable(name)  # type: ignore[method-assign]
         kept = journal(tmp_path)
-        assert sampled(grown(envs, Wanderer(), schedule, journal=kept)) == whole
+        assert sampled(grown(envs, Recalling(), schedule, journal=kept, driver=driver)) == whole
         kept.close()
     assert {name for _, name in found} and {owner for owner, _ in found} == {lease.name}
     assert named or "is lost" in caplog.text  # nothing waits for the writing in the background

@@ -8,6 +8,7 @@ import os
 import pickle
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,11 +23,12 @@ import sandboxgym
 from sandboxgym.errors import SnapshotMissing, SnapshotNotSupported, SnapshotReleased
 from sandboxgym.tree import Action, Context, Envs, Failure, ForkAt, RolloutTree, Schedule, rollout, rollout_async
 from sandboxgym.workers import env_host, kept
+from sandboxgym.workers.blobs import Directory
 from sandboxgym.workers.env_host import WorkerDied
 from sandboxgym.workers.kept import Facts, Keeper, KeptSnapshot
 from sandboxgym.workers.pool import PooledEnvs
 from sandboxgym.workers.remote import RemoteEnv
-from sandboxgym.workers.store import SnapshotStore
+from sandboxgym.workers.store import Lease, SnapshotStore
 
 worker_envs.register()
 SCHEDULES = [Forks(3, 1, 3), Forks(3, 1, 3, late=True), ForkEveryPath(2)]
@@ -44,7 +46,7 @@ def pool(place: Path) -> Iterator[PooledEnvs]:
         yield made
 
 
-def waited(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+def waited(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
     """True once a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
@@ -112,7 +114,8 @@ def test_workers_that_are_killed_change_no_tree(
         if copies == "damaged":
             time.sleep(0.5)  # until some are there
             for path in (place / "snapshots").iterdir():
-                path.write_bytes(path.read_bytes()[:-1])
+                with contextlib.suppress(FileNotFoundError):  # it was dropped meanwhile
+                    path.write_bytes(path.read_bytes()[:-1])
 
     with PooledEnvs("toys/Dice-v0", 2, store=place, every_k_steps=every) as pool:
         whole = rollout(pool, Wanderer(), schedule, **TASKS)
@@ -165,7 +168,7 @@ def test_random_kills_change_no_tree(place: Path) -> None:
                 if call % 7 == 2 * turn:
                     if turn == 1:
                         shutil.rmtree(place / "names", ignore_errors=True)
-                    with contextlib.suppress(AssertionError):
+                    with contextlib.suppress(AssertionError, ProcessLookupError):
                         os.kill(pid_of(pool, call % 2), signal.SIGKILL)
                 return policy(contexts)
 
@@ -247,7 +250,7 @@ def test_a_snapshot_of_a_worker_that_died_is_what_the_store_has(pool: PooledEnvs
 
 
 def test_a_frozen_worker_does_not_hold_up_those_that_need_its_snapshots(place: Path) -> None:
-    with PooledEnvs("toys/Dice-v0", 2, store=place, every_k_steps=1000, timeout=1.0, reset_timeout=2.0) as pool:
+    with PooledEnvs("toys/Dice-v0", 2, store=place, every_k_steps=1000, timeout=3.0, reset_timeout=5.0) as pool:
         env, other = pool.take(), pool.take()
         env.reset(seed=5)
         sandboxgym.snapshot(env)
@@ -257,7 +260,7 @@ def test_a_frozen_worker_does_not_hold_up_those_that_need_its_snapshots(place: P
         began = time.monotonic()
         with pytest.raises(SnapshotMissing):
             sandboxgym.restore(other, snap)
-        assert time.monotonic() - began < 15
+        assert time.monotonic() - began < 60
         other.reset(seed=1)
 
 
@@ -303,25 +306,23 @@ def test_a_slow_store_is_not_waited_for_and_what_was_dropped_is_not_written(
     keeper = Keeper(keeping.keeping)
     env = gym.make("toys/Dice-v0")
     env.reset(seed=0)
-    began = []
+    began, go_on = [], threading.Event()
     put = SnapshotStore.put
 
     def slow(self: SnapshotStore, *args: Any, **kwargs: Any) -> Any:
         began.append(kwargs["name"])
-        time.sleep(0.3)
+        assert go_on.wait(60)
         return put(self, *args, **kwargs)
 
     monkeypatch.setattr(SnapshotStore, "put", slow)
     keys = []
-    since = time.monotonic()
     for _ in range(6):
         snap = sandboxgym.snapshot(env)
         keys.append((snap.id, len(snap.layers)))
         keeper.keep(keys[-1], snap, durable=True)
-    assert time.monotonic() - since < 0.25
     assert waited(lambda: len(began) == 1)
     keeper.drop(keys[:5])  # the first of them is being written, perhaps
-    assert time.monotonic() - since < 1
+    go_on.set()  # only now
     assert waited(lambda: keeping._lease.named(kept.name_of(keys[5])) is not None)
     assert waited(lambda: len(keeping._lease.keys()) == 1)
     assert len(began) <= 2
@@ -407,3 +408,97 @@ def test_a_lease_that_was_taken_over_is_renewed_with_the_own_one(place: Path) ->
 
     kept._renew(Twice(), store, own, {"other": other})  # type: ignore[arg-type]
     assert own.live and other.live
+
+
+def test_a_store_that_fails_to_forget_ends_no_keeper(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keeping = kept.KeptLease(place, every=1, bandwidth=None)
+    keeper = Keeper(keeping.keeping)
+    with contextlib.closing(gym.make("toys/Dice-v0")) as env:
+        env.reset(seed=0)
+        first, second, third = (sandboxgym.snapshot(env) for _ in range(3))
+    failed: list[str] = []
+
+    def away(self: Any, key: str, *, name: str = "") -> None:
+        failed.append(name)
+        raise RuntimeError("the client says so by an exception of its own")
+
+    monkeypatch.setattr(Lease, "drop", away)
+    keeper.keep((first.id, 0), first, durable=True)
+    assert waited(lambda: keeping._lease.named(f"{first.id}-0") is not None and keeper.counts()[1] > 0)
+    with keeper._changed:  # both at once
+        keeper.drop([(first.id, 0)])
+        keeper.keep((second.id, 0), second, durable=True)
+    assert waited(lambda: keeping._lease.named(f"{second.id}-0") is not None)
+    assert failed == [f"{first.id}-0"]
+    keeper.keep((third.id, 0), third, durable=False)
+    keeper.store_now((third.id, 0))
+    keeper.close()
+    keeping.close()
+
+
+def test_no_write_exceeds_the_bandwidth_however_large_it_is(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a clock that goes on only while the keeper waits for it."""
+    now, writes = 0.0, []
+
+    class Waits(threading.Condition):
+        def wait(self, timeout: float | None = None) -> bool:
+            nonlocal now
+            if timeout is None:
+                return super().wait()
+            now += timeout
+            return False
+
+    write = Directory.write
+
+    def noted(self: Directory, items: Any) -> int:
+        items = list(items)
+        writes.extend((now, len(data)) for name, data in items if name.startswith(("blobs/", "snapshots/")))
+        return write(self, items)
+
+    monkeypatch.setattr(Directory, "write", noted)
+    keeping = kept.KeptLease(place, every=1, bandwidth=1000.0)
+    keeper = Keeper(keeping.keeping, clock=lambda: now)
+    keeper._changed = Waits()
+    sizes = [50_000, 3_000_000, 10_000, 200]
+    snaps = []
+    with contextlib.closing(gym.make("toys/Trouble-v0")) as env:
+        for number, size in enumerate(sizes):
+            env.reset(seed=0, options={"task": str(number) * size})
+            snaps.append(sandboxgym.snapshot(env))
+            keeper.keep((snaps[-1].id, 0), snaps[-1], durable=True)
+            assert waited(lambda: keeper.counts()[2] > sum(sizes[: number + 1]))  # noqa: B023
+    keeper.close()
+    keeping.close()
+    assert sum(nbytes for _, nbytes in writes) > sum(sizes) and now > 3000
+    for first, (began, _) in enumerate(writes):
+        for last in range(first + 1, len(writes)):
+            assert sum(nbytes for _, nbytes in writes[first:last]) <= 1000 * (writes[last][0] - began) + 1e-3
+
+
+def test_what_somebody_waits_for_is_written_at_once_and_what_nobody_needs_is_not(place: Path) -> None:
+    keeping = kept.KeptLease(place, every=1, bandwidth=1.0)  # hours
+    keeper = Keeper(keeping.keeping)
+    with contextlib.closing(gym.make("toys/Trouble-v0")) as env:
+        snaps = []
+        for word in "abcde":
+            env.reset(seed=0, options={"task": word * 10_000})
+            snaps.append(sandboxgym.snapshot(env))
+    names = [f"{snap.id}-0" for snap in snaps]
+
+    def stored() -> list[bool]:
+        return [keeping._lease.named(name) is not None for name in names]
+
+    keeper.keep((snaps[0].id, 0), snaps[0], durable=True)
+    assert waited(lambda: keeper._writing == (snaps[0].id, 0))
+    keeper.keep((snaps[1].id, 0), snaps[1], durable=False)
+    keeper.store_now((snaps[1].id, 0))  # after the first, which waits no more
+    assert stored() == [True, True, False, False, False]
+    keeper.keep((snaps[2].id, 0), snaps[2], durable=True)
+    assert waited(lambda: keeper._writing == (snaps[2].id, 0))
+    keeper.drop([(snaps[2].id, 0)])
+    assert waited(lambda: keeper._writing is None)
+    keeper.keep((snaps[3].id, 0), snaps[3], durable=True)
+    assert waited(lambda: keeper._writing == (snaps[3].id, 0))
+    keeper.close()
+    assert stored() == [True, True, False, False, False]
+    keeping.close()

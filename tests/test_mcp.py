@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import queue
@@ -69,22 +70,22 @@ class Agent:
 
 
 @pytest.fixture
-def play(
-    library: Any, environment: dict[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> Callable[..., None]:
-    """Run a script of an agent against a server process of its own."""
+def play(library: Any, environment: dict[str, str], tmp_path: Path) -> Callable[..., str]:
+    """Run a script of an agent against a server process of its own; returns what that logs."""
 
-    def run(script: Callable[[Agent], Awaitable[None]], backend: str, *options: str) -> None:
-        program, *arguments = command(backend, *options)
-        server = library.StdioServerParameters(command=program, args=arguments, env=environment, cwd=tmp_path)
+    def run(script: Callable[[Agent], Awaitable[None]], backend: str, *options: str) -> str:
+        arguments = ["-c", 'exec "$@" 2>>log', "bash", *command(backend, *options)]
+        server = library.StdioServerParameters(command="bash", args=arguments, env=environment, cwd=tmp_path)
 
         async def main() -> None:
             async with library.Client(server) as client:
                 await script(Agent(client))
 
         asyncio.run(asyncio.wait_for(main(), 300))
-        assert "Traceback" not in capfd.readouterr().err
+        logged = (tmp_path / "log").read_text()
+        assert "Traceback" not in logged
         assert not leftovers(tmp_path / "runtime")
+        return logged
 
     return run
 
@@ -184,7 +185,7 @@ def test_what_a_snapshot_loses_is_told(play: Callable[..., None], backend: str) 
     play(script, backend)
 
 
-def test_a_refused_call_is_an_error_in_words(play: Callable[..., None]) -> None:
+def test_a_refused_call_is_an_error_in_words(play: Callable[..., str]) -> None:
     check("overlay")
 
     async def script(agent: Agent) -> None:
@@ -224,7 +225,8 @@ def test_a_refused_call_is_an_error_in_words(play: Callable[..., None]) -> None:
         assert "at most 4 are kept" in await agent.refused("fork", into=["d"], source="s1")
         assert await agent.says("echo still here") == "still here\n"
 
-    play(script, "overlay", "--branches", "4", "--snapshots", "2", "--timeout", "20")
+    logged = play(script, "overlay", "--branches", "4", "--snapshots", "2", "--timeout", "20")
+    assert logged.count("refused the client: a call: ") == 1, logged
 
 
 @pytest.mark.slow
@@ -372,7 +374,7 @@ def running(text: str) -> bool:
     return False
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> bool:
+def until(condition: Callable[[], bool], seconds: float = 120) -> bool:
     end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
@@ -442,7 +444,7 @@ def test_a_server_survives_what_is_no_request(line: Callable[..., Line]) -> None
 def test_a_cancelled_call_that_waits_never_runs(line: Callable[..., Line]) -> None:
     check("overlay")
     client = line("overlay")
-    client.execute("sleep 1", 2)
+    client.execute("sleep 3", 2)
     client.execute("echo no > /root/no", 3)
     cancel = {"jsonrpc": "2.0", "method": "notifications/cancelled", "params": {"requestId": 3}}
     client.send(json.dumps(cancel).encode())
@@ -459,7 +461,11 @@ def test_http_serves_this_machine_and_no_web_site(library: Any, environment: dic
     import urllib.request
 
     server = subprocess.Popen(
-        command("overlay", "--http", "0"), stdout=subprocess.PIPE, env={**os.environ, **environment}, cwd=tmp_path
+        command("overlay", "--http", "0"),
+        stdout=subprocess.PIPE,
+        stderr=(tmp_path / "log").open("w"),
+        env={**os.environ, **environment},
+        cwd=tmp_path,
     )
     try:
         assert server.stdout is not None
@@ -475,18 +481,60 @@ def test_http_serves_this_machine_and_no_web_site(library: Any, environment: dic
         asyncio.run(asyncio.wait_for(main(), 300))
         request = urllib.request.Request(url, b"{}", {"Host": "evil.example", "Content-Type": "application/json"})
         with pytest.raises(urllib.error.HTTPError, match="421"):
-            urllib.request.urlopen(request, timeout=10)
+            urllib.request.urlopen(request, timeout=60)
         request = urllib.request.Request(
             url, b"{}", {"Origin": "http://evil.example", "Content-Type": "application/json"}
         )
         with pytest.raises(urllib.error.HTTPError, match="403"):
-            urllib.request.urlopen(request, timeout=10)
+            urllib.request.urlopen(request, timeout=60)
+        half_closed(url)
+
+        async def beside() -> None:
+            async with library.Client(url) as client:
+                assert await Agent(client).says("echo alive") == "alive\n"
+                assert "found 'x'" in await Agent(client).refused("discard", names=["x"])
+
+        asyncio.run(asyncio.wait_for(beside(), 300))
         server.send_signal(signal.SIGINT)
         assert server.wait(60) == 0
     finally:
         server.kill()
         server.wait()
-    assert not leftovers(tmp_path / "runtime")
+    assert not leftovers(tmp_path / "runtime") and not running(f"sleep 600.{os.getpid()}")
+    logged = (tmp_path / "log").read_text()
+    assert "Traceback" not in logged, logged
+    for said in ("status 421: ", "status 403: ", "a call: "):
+        assert logged.count(f"refused 127.0.0.1: {said}") == 1, logged
+
+
+def half_closed(url: str) -> None:
+    """Connections of clients that say no more, and then go: in the middle of a request, of a call, of a stream."""
+    import socket
+    from urllib.parse import urlsplit
+
+    ask = {"jsonrpc": "2.0", "id": 1, "method": "tools/call"}
+    sleep = {"name": "execute", "arguments": {"command": f"sleep 600.{os.getpid()}", "timeout": 1}}
+    body = json.dumps({**ask, "params": sleep}).encode()
+    open_ones = []
+    for method, sent, length in (
+        ("POST", b"", 100),
+        ("POST", body[:20], len(body)),
+        ("POST", body, len(body)),
+        ("POST", body, len(body) + 5),
+        ("GET", b"", 0),
+    ):
+        one = socket.create_connection(("127.0.0.1", urlsplit(url).port))
+        accepts = "Accept: application/json, text/event-stream\r\nContent-Type: application/json\r\n"
+        head = f"{method} {urlsplit(url).path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n{accepts}"
+        one.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + sent)
+        one.shutdown(socket.SHUT_WR)
+        open_ones.append(one)
+    for one in open_ones:
+        one.settimeout(60)
+        with contextlib.suppress(ConnectionError):
+            while one.recv(65536):  # until the other end has closed it, too
+                pass
+        one.close()
 
 
 @pytest.mark.parametrize(
@@ -509,7 +557,7 @@ def test_what_cannot_be_served_is_a_sentence(
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
     )
     message = result.stderr.splitlines()[-1]
     assert result.returncode == 1 and message.startswith("sandboxgym serve: ") and said in message

@@ -41,13 +41,13 @@ SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat ~/notes"
 
 def test_an_agent_works_in_a_sandbox_and_submits(library: Any, tmp_path: Path) -> None:
     spec = "sandboxgym.adapters.mini_swe_agent.SandboxEnvironment"
-    config = {"environment_class": spec, "allow_unsafe": True, "timeout": 2}
+    config = {"environment_class": spec, "allow_unsafe": True, "timeout": 5}
     env = library.environments.get_environment(config)
     run = agent(library, env, "echo $((6 * 7)) > ~/notes; cd /; X=1", "sleep 60", "exit 3", 'echo "<$X>"', SUBMIT)
     run.config.output_path = tmp_path / "trajectory.json"
     assert run.run("Write a number.") == {"exit_status": "Submitted", "submission": "42\n"}
     said = "\n".join(str(message["content"]) for message in run.messages)
-    assert "You are on Linux." in said and "The command was killed after 2 seconds" in said
+    assert "You are on Linux." in said and "The command was killed after 5 seconds" in said
     assert "<returncode>3</returncode>" in said and "<>" in said
     assert spec in (tmp_path / "trajectory.json").read_text()
     env.sandbox.close()

@@ -69,7 +69,7 @@ class Server:
         return len(list(self.folder.iterdir())) - 1
 
     def wait_for_live(self, count: int) -> None:
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while self.live() != count:
             assert time.monotonic() < end, f"expected {count} environments, found {self.live()}: {self.log}"
             time.sleep(0.02)
@@ -78,7 +78,7 @@ class Server:
         data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **(headers or {})})
         try:
-            with urllib.request.urlopen(request, timeout=30) as response:
+            with urllib.request.urlopen(request, timeout=120) as response:
                 return response.status, json.loads(response.read())
         except urllib.error.HTTPError as error:
             text = error.read()
@@ -87,7 +87,7 @@ class Server:
     def end(self, number: int = signal.SIGTERM) -> int:
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(20)
+        return self.process.wait(120)
 
 
 @contextlib.contextmanager
@@ -116,7 +116,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 @pytest.fixture
 def env(server: Server) -> Iterator[Client]:
     server.wait_for_live(0)
-    with Client(server.url, timeout=20) as client:
+    with Client(server.url, timeout=120) as client:
         yield client
     server.wait_for_live(0)
 
@@ -207,7 +207,7 @@ def test_clients_at_the_same_time_have_environments_of_their_own(server: Server)
     found = {}
 
     def play(number: int) -> None:
-        with Client(server.url, timeout=20) as env:
+        with Client(server.url, timeout=120) as env:
             env.reset(seed=number, task=0)
             found[number] = [env.step(f"{number}").observation for _ in range(20)]
 
@@ -336,12 +336,12 @@ def test_sessions_and_snapshots_are_limited(env: Client, server: Server) -> None
 
 
 def test_idle_sessions_end(tmp_path: Path) -> None:
-    with serving(tmp_path, *arguments(tmp_path, "--idle", "1")) as server, Client(server.url) as env:
+    with serving(tmp_path, *arguments(tmp_path, "--idle", "3")) as server, Client(server.url) as env:
         env.reset()
         (orphan,) = env._ask("fork", {})["sessions"]
         assert server.live() == 2
         server.wait_for_live(0)
-        with refused("SESSION_ERROR", "no call came for 1 seconds"):
+        with refused("SESSION_ERROR", "no call came for 3 seconds"):
             env.step("x")
         with refused("SESSION_ERROR", "it may have ended"):
             Client(server.url, session=orphan).state()
@@ -350,14 +350,14 @@ def test_idle_sessions_end(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_call_that_takes_too_long_ends_its_session(tmp_path: Path) -> None:
     with (
-        serving(tmp_path, *arguments(tmp_path, "--timeout", "1")) as server,
+        serving(tmp_path, *arguments(tmp_path, "--timeout", "3")) as server,
         Client(server.url) as env,
         Client(server.url) as other,
     ):
         other.reset()
         env.reset()
-        with refused("SESSION_ERROR", "a call took longer than 1 seconds"):
-            env.step("nap 3")
+        with refused("SESSION_ERROR", "a call took longer than 3 seconds"):
+            env.step("nap 9")
         assert other.step("x").reward == 1.0
         server.wait_for_live(1)
 
@@ -394,12 +394,12 @@ def test_a_call_that_cannot_be_ended_does_not_keep_the_server(tmp_path: Path) ->
     server = Server(tmp_path, *arguments(tmp_path))
     with Client(server.url) as env:
         env.reset()
-        stepping = threading.Thread(target=fails, args=(env, "nap 60"))
+        stepping = threading.Thread(target=fails, args=(env, "nap 600"))
         stepping.start()
         time.sleep(0.2)
         started = time.monotonic()
         assert server.end() == 0
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 120
         stepping.join()
     server.process.stdout.close()  # type: ignore[union-attr]
 
@@ -413,7 +413,7 @@ def test_a_message_that_is_not_understood_is_answered_and_the_session_continues(
 
         def ask(text: str | bytes) -> Any:
             socket_.send(text)
-            return json.loads(socket_.recv(timeout=20))
+            return json.loads(socket_.recv(timeout=120))
 
         for text, code, said in [
             ("", "INVALID_JSON", "Expecting value"),
@@ -484,7 +484,8 @@ def test_a_message_that_is_not_understood_is_answered_and_the_session_continues(
         assert ask('{"type": "step", "data": {"action": "end"}}')["data"]["done"]
         assert "after the end of the episode" in ask('{"type": "step", "data": {"action": "x"}}')["data"]["message"]
         assert ask('{"type": "mcp", "data": {"jsonrpc": "1.0"}}')["data"]["error"]["code"] == -32600
-    assert "ZeroDivisionError" in server.log and "VALIDATION_ERROR: step: expected" in server.log
+    assert "ZeroDivisionError" in server.log and "VALIDATION_ERROR: 'step: expected" in server.log
+    assert server.log.count("WARNING sandboxgym: refused 127.0.0.1: Trouble-v0: VALIDATION_ERROR: ") == 1
 
 
 def test_bad_http_requests_have_a_status_and_words(server: Server) -> None:
@@ -510,6 +511,8 @@ def test_bad_http_requests_have_a_status_and_words(server: Server) -> None:
     ]:
         found, told = server.get(path, body)
         assert (found, said in told["detail"]) == (status, True), (path, found, told)
+    for status in (404, 409, 422):
+        assert server.log.count(f"WARNING sandboxgym: refused 127.0.0.1: status {status}: ") == 1
     assert server.get("/reset", {"seed": 0})[0] == 200
     assert server.get("/nothing")[0] == 404 and server.get("/step")[0] == 405
     for body, code in [
@@ -542,7 +545,7 @@ def test_web_pages_of_others_are_refused(server: Server) -> None:
 def _half_closed(server: Server) -> None:
     with raw(server) as connection:
         connection.send('{"type": "reset"}')
-        connection.recv(timeout=20)
+        connection.recv(timeout=120)
         connection.socket.shutdown(socket.SHUT_WR)
         server.wait_for_live(0)
 
@@ -550,7 +553,7 @@ def _half_closed(server: Server) -> None:
 def _cut(server: Server) -> None:
     with raw(server) as connection:
         connection.send('{"type": "reset"}')
-        connection.recv(timeout=20)
+        connection.recv(timeout=120)
         connection.send('{"type": "step", "data": {"action": "nap 0.3"}}')
         connection.socket.shutdown(socket.SHUT_RDWR)
 
@@ -559,7 +562,7 @@ def _too_large(server: Server) -> None:
     with raw(server) as connection:
         connection.send(json.dumps({"type": "step", "data": {"action": "x" * 2**21}}))
         with pytest.raises(Exception, match="1009"):
-            connection.recv(timeout=20)
+            connection.recv(timeout=120)
 
 
 def _never_speaks(server: Server) -> None:
@@ -579,7 +582,7 @@ def _garbage_frames(server: Server) -> None:
         server.wait_for_live(1)
         connection.socket.sendall(b"\xff" * 5000)
         with pytest.raises(Exception, match=r"1002|no close frame|reserved"):
-            connection.recv(timeout=20)
+            connection.recv(timeout=120)
 
 
 @pytest.mark.parametrize("attack", [_half_closed, _cut, _too_large, _never_speaks, _no_handshake, _garbage_frames])
@@ -807,4 +810,4 @@ def test_our_client_plays_on_a_server_of_openenv(python: str) -> None:
                 env.snapshot()
     finally:
         process.terminate()
-        process.wait(20)
+        process.wait(120)

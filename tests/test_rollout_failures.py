@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -17,7 +20,18 @@ from test_tree import ForkEveryPath, Forks, Wanderer, sampled
 import sandboxgym.wrappers.jobs as jobs
 from sandboxgym import SnapshotEnv, register_wrapper, snapshot
 from sandboxgym.errors import SnapshotMissing
-from sandboxgym.tree import Action, Context, Envs, Failure, PathKey, Recovery, Schedule, rollout, rollout_async
+from sandboxgym.tree import (
+    Action,
+    Context,
+    Envs,
+    Failure,
+    PathKey,
+    Recovery,
+    Schedule,
+    lockstep,
+    rollout,
+    rollout_async,
+)
 from sandboxgym.tree.lockstep import ORIGINS
 from sandboxgym.workers.pool import PooledEnvs
 
@@ -143,6 +157,25 @@ def test_what_fails_changes_nothing(
         assert [tree.snapshots for tree in trees] == [tree.snapshots for tree in whole]
 
 
+@pytest.mark.parametrize("failing", [range(1), range(4, 6), range(7, 9)])
+def test_environments_that_cannot_be_made_are_asked_for_again(taken: list[Any], failing: range) -> None:
+    asked = itertools.count()
+
+    def make() -> gym.Env[Any, Any]:
+        if (number := next(asked)) in failing:
+            raise TimeoutError(f"environment {number} took too long")
+        return Mortal(gym.make("toys/Dice-v0"))
+
+    schedule = Forks(3, 1, 3)
+    whole = sampled(rolled(lambda *_: False, schedule)[0])
+    with Envs(make) as envs:
+        trees = rollout(envs, Remembering(), schedule, tasks=[None] * 3, seed=(3,), retries=len(failing))
+    assert sampled(trees) == whole
+    asked = itertools.count()
+    with Envs(make) as envs, pytest.raises(TimeoutError, match=f"environment {failing[-1]} took too long"):
+        rollout(envs, Remembering(), schedule, tasks=[None] * 3, seed=(3,), retries=len(failing) - 1)
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_many_failures_change_nothing_but_what_they_drop(taken: list[Any], schedule: Schedule) -> None:
     whole = sampled(rolled(lambda *_: False, schedule)[0])
@@ -160,6 +193,76 @@ def test_many_failures_change_nothing_but_what_they_drop(taken: list[Any], sched
             assert all(id(child) in edges for edge in tree.edges() for child in edge.child.children)
         dropped += len(whole) - len(found)
     assert dropped
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_after_the_timeout_of_a_rollout_what_has_not_ended_is_dropped(
+    taken: list[Any], monkeypatch: pytest.MonkeyPatch, schedule: Schedule, overlap: bool
+) -> None:
+    whole = sampled(rolled(lambda *_: False, schedule)[0])
+    now = 0.0
+    monkeypatch.setattr(lockstep, "time", SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: now))
+
+    class Slow(Remembering):
+        def __init__(self, moment: int) -> None:
+            super().__init__()
+            self.left = moment
+
+        def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
+            nonlocal now
+            self.left -= 1
+            now = 0.0 if self.left > 0 else 11.0
+            return super().__call__(contexts)
+
+    kept = set()
+    for moment in (*range(1, 32, 3), 1000):
+        now = 0.0
+        failures: list[Failure] = []
+        policy = Slow(moment)
+        kwargs: dict[str, Any] = {"tasks": [None] * 3, "seed": (3,), "overlap": overlap, "timeout": 10.0}
+        with Envs(lambda: Mortal(gym.make("toys/Dice-v0"))) as envs:
+            trees = rollout(envs, policy, schedule, retries=1, failures=failures, **kwargs)
+            found = sampled(trees)
+            assert found.items() <= whole.items() and (len(found) < len(whole)) == bool(failures)
+            assert all(each.dropped and "took longer than 10.0 s" in each.error for each in failures)
+            kept.add(len(found))
+            policy.check()
+            if failures:
+                now = 0.0
+                with pytest.raises(TimeoutError, match=r"the rollout took longer than 10.0 s"):
+                    rollout(envs, Slow(moment), schedule, **kwargs)
+    assert min(kept) == 0 and max(kept) == len(whole) and len(kept) > 2
+
+
+@pytest.mark.parametrize("call", ["reset", "restore", "step"])
+def test_after_the_timeout_nothing_is_tried_again_and_no_other_task_begins(
+    taken: list[Any], monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    now = 0.0
+    monkeypatch.setattr(lockstep, "time", SimpleNamespace(perf_counter=time.perf_counter, monotonic=lambda: now))
+
+    def fate(name: str, before: int) -> bool:
+        nonlocal now
+        now = 11.0 if (name, before) == (call, 1) else now
+        return name == call and before > 0
+
+    monkeypatch.setattr(Mortal, "fate", staticmethod(fate))
+    policy, failures = Remembering(), list[Failure]()
+    with Envs(lambda: Mortal(gym.make("toys/Dice-v0"))) as envs:
+        given: dict[str, Any] = {"retries": 3, "max_live": 2, "timeout": 10.0, "failures": failures}
+        assert rollout(envs, policy, SCHEDULES[0], tasks=[None] * 3, **given) == []
+    policy.check()
+    assert all(failure.dropped for failure in failures)
+    assert {failure.task for failure in failures} == {0, 1, 2}
+    assert Mortal.calls["reset"] == (2 if call == "reset" else 3)
+
+
+def test_a_timeout_is_positive() -> None:
+    with Envs(lambda: gym.make("toys/Dice-v0")) as envs, pytest.raises(ValueError, match="timeout"):
+        rollout(envs, Remembering(), SCHEDULES[0], timeout=0.0)
+    with Envs(lambda: gym.make("toys/Dice-v0")) as envs, pytest.raises(ValueError, match="timeout"):
+        asyncio.run(rollout_async(envs, Remembering(), SCHEDULES[0], timeout=float("nan")))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("call", ["reset", "snapshot", "restore", "step"])

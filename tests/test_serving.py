@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from components import missing
 
+from sandboxgym.system import refusals
 from sandboxgym.system.serving import Patience, make_server
 
 ROOT = Path(__file__).parents[1]
@@ -149,6 +150,29 @@ def test_a_large_body_has_the_time_that_its_size_takes() -> None:
         connection.settimeout(30)
         connection.sendall(b"x")
         assert answer(connection) == (200, b"10")
+
+
+def test_what_is_refused_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def refusing(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await App()(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 403, "headers": []})
+        await send({"type": "http.response.body", "body": b"not\nyou", "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    monkeypatch.setattr(refusals, "_REFUSALS", refusals.Refusals())
+    caplog.set_level("WARNING")
+    with served(refusing, headers=0.2) as port:
+        for _ in range(2):
+            for sent in (POST % b"here", b"\x00\xff garbage\r\n\r\n", b"G"):
+                with contextlib.suppress(IndexError, ConnectionError):  # garbage may get no answer
+                    asked(port, sent)
+    assert sorted(record.getMessage() for record in caplog.records) == [
+        "refused 127.0.0.1: Invalid HTTP request received.: 'Invalid HTTP request received.'",
+        "refused 127.0.0.1: status 403: 'POST /here: not\\nyou'",
+        "refused 127.0.0.1: status 408: 'the headers of the request did not come within 0.2 seconds'",
+    ]
 
 
 def test_a_client_that_reads_nothing_is_cut_off() -> None:

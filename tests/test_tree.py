@@ -422,7 +422,7 @@ def test_threads_work_at_the_same_time_and_all_end_before_an_error_is_raised() -
     barrier, ended = threading.Barrier(3), []
 
     def job(index: int) -> None:
-        barrier.wait(timeout=30)  # broken unless three run at once
+        barrier.wait(timeout=300)  # broken unless three run at once
         if index == 0:
             raise RuntimeError("first")
         time.sleep(0.05)

@@ -336,7 +336,7 @@ def test_raising_instead_of_reporting(vector):
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_one_that_hangs_does_not_stop_the_others(vector, mode):
-    vec = vector(mode=mode, timeout=1.0, reset_timeout=20)
+    vec = vector(mode=mode, timeout=3.0, reset_timeout=120)
     vec.reset(seed=0)
     snap = vec.snapshot([1])[0]
     vec.step(["a", "b", "c"])

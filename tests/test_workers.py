@@ -44,7 +44,7 @@ def remote():
         env.close()
 
 
-def gone(pid: int, seconds: float = 15.0) -> bool:
+def gone(pid: int, seconds: float = 45.0) -> bool:
     """Whether the process ends; as a zombie of somebody else's it has ended too."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -290,9 +290,9 @@ PRINT = "print(*(worker.pid for worker in workers), flush=True)\n"
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "with a fork that holds the pipes open"])
 def test_no_worker_outlives_a_killed_owner(forked):
     """One is idle, the other in the middle of a step of a minute."""
-    fork = "child = os.fork()\nif not child: time.sleep(30); os._exit(0)\n" if forked else "child = 0\n"
+    fork = "child = os.fork()\nif not child: time.sleep(600); os._exit(0)\n" if forked else "child = 0\n"
     busy = "threading.Thread(target=workers[0].call, args=(0, 'step', 'hang'), daemon=True).start()\ntime.sleep(.2)\n"
-    process = owner(fork + busy + PRINT + "print(child, flush=True)\ntime.sleep(60)")
+    process = owner(fork + busy + PRINT + "print(child, flush=True)\ntime.sleep(600)")
     with process:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         child = int(process.stdout.readline())
@@ -310,9 +310,9 @@ def test_no_worker_outlives_a_killed_owner(forked):
 def test_an_owner_that_exits_without_close_leaves_nothing(end):
     with owner(PRINT + end) as process:
         pids = [int(pid) for pid in process.stdout.readline().split()]
-        process.wait(30)
+        process.wait(120)
     assert len(pids) == 2
-    assert all(gone(pid, 3) for pid in pids)
+    assert all(gone(pid) for pid in pids)
 
 
 def test_a_fork_of_the_owner_does_not_end_its_workers():
@@ -323,7 +323,7 @@ os.wait()
 print([worker.call(0, "step", "alive")[0] for worker in workers])
 """
     with owner(code) as process:
-        output, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=120)
     assert output == "['alive 2', 'alive 2']\n"
 
 

@@ -199,6 +199,12 @@ class Slotted(gym.Wrapper):
         self.hidden = 0
 
 
+class Tagged(gym.Wrapper):
+    """Has an attribute."""
+
+    tag: object = 0
+
+
 class Loud(gym.Wrapper):
     """Has nothing of its own."""
 
@@ -351,6 +357,40 @@ class TestUsersWrappers:
         sandboxgym.restore(env, snap)
         assert trace(env, [0, 0]) == expected
         assert expected[0][0] == 3
+
+    @pytest.mark.parametrize("tag", [1, True, None, 1.0, -0.0, np.int64(1), [1], "1"], ids=repr)
+    def test_an_attribute_is_captured_and_restored_as_what_it_is(self, tag):
+        register_wrapper(Tagged, WrapperCodec(state=("tag",), remember=False))
+        env = Tagged(started("toys/Dice-v0"))
+        for other in (1, True, 0.0, 1.0):  # equal to some of them
+            env.tag = other
+            sandboxgym.snapshot(env)
+        env.tag = tag
+        snap = sandboxgym.snapshot(env)
+        assert repr(snap.layers[0].state[0]) == repr({"tag": tag})
+        env.tag = "another"
+        sandboxgym.restore(env, snap)
+        assert repr(env.tag) == repr(tag)
+
+    def test_a_name_that_no_attribute_can_have_is_refused_by_the_first_snapshot(self):
+        register_wrapper(Tagged, WrapperCodec(state=("tag.real",), remember=False))
+        with pytest.raises(AttributeError, match=r"tag\.real"):  # a restore could not set it
+            sandboxgym.snapshot(Tagged(started("toys/Dice-v0")))
+
+    def test_wrappers_whose_state_is_a_few_numbers_share_layers_by_state(self):
+        env, twin = started("toys/Dice-v0", steps=2), started("toys/Dice-v0", steps=2)
+        one, two = env.snapshot(), twin.snapshot()
+        assert [layer.name.rpartition(".")[2] for layer in one.layers] == [
+            "TimeLimit",
+            "OrderEnforcing",
+            "PassiveEnvChecker",
+        ]
+        assert all(mine is theirs for mine, theirs in zip(one.layers, two.layers, strict=True))
+        env.step(0)
+        assert [layer is before for layer, before in zip(env.snapshot().layers, one.layers)] == [False, True, True]
+        twin.env._max_episode_steps += 1
+        with pytest.raises(SnapshotMismatch, match=r"13.*12"):
+            twin.restore(two)
 
     def test_a_wrapper_with_nothing_of_its_own_needs_no_codec(self):
         env = Loud(started("toys/Corridor-v0", steps=2))

@@ -12,6 +12,8 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 
+from sandboxgym.randomness import capture
+
 IDS = ("toys/Corridor-v0", "toys/Dice-v0", "sandboxgym/ALFWorld-v0")
 TOYS = IDS[:2]
 LIMIT = 12
@@ -86,3 +88,8 @@ def fresh_interpreter(code: str, *arguments: Any, cwd: Any, **variables: str) ->
     result = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def streams(env: gym.Env[Any, Any]) -> list[Any]:
+    """Captured states of the streams of an environment and its spaces."""
+    return [plain(capture(one._np_random)) for one in (env.unwrapped, env.action_space, env.observation_space)]

@@ -1,15 +1,18 @@
 """Speed of the trainer's optimizations at sizes that need a GPU: random weights in the shapes of real models.
 
 python -m bpo_ref.experiments.bench_large update|forks|generation|trl [--shape Qwen/Qwen2.5-7B-Instruct] [--repeats 5]
+python -m bpo_ref.experiments.bench_large server --server http://node7:8000 … [--shape …] [--repeats 5]
 
 bf16 and adapters of rank 32 for shapes of a billion parameters and more, else fp32 and all weights. Variants
 take turns in one process; seconds are the device's, memory is its peak. ``--shape check`` is small enough for a CPU: it
-shows that the commands work, nothing more.
+shows that the commands work, nothing more. ``server`` measures vLLM servers that run already (`vllm.SERVE`), with the
+weights that they have.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import platform
 import resource
@@ -32,7 +35,9 @@ from bpo_ref.learning import packing
 from bpo_ref.learning.models import CausalLM, add_adapter, checkpoint_layers
 from bpo_ref.learning.tiny import tiny_tokenizer
 from bpo_ref.sampling.backends import LocalBackendName, make_backend
-from bpo_ref.sampling.generate import Generator, forward
+from bpo_ref.sampling.generate import Generation, Generator, forward
+from bpo_ref.sampling.served import Fleet, ServedBackend
+from bpo_ref.sampling.vllm import VllmEngine
 from sandboxgym.system import interpreter
 
 ALL_SHAPES = {
@@ -188,6 +193,64 @@ def bench_generation(name: str, repeats: int) -> list[str]:
     ]
 
 
+def bench_server(name: str, repeats: int, urls: Sequence[str]) -> list[str]:
+    """Measure servers on turns of 16 conversations of different lengths with three forks each, of several drivers.
+
+    Args:
+        name: ``check``: fewer and shorter ones.
+        repeats: rounds; each has conversations of its own, which no cache knows.
+        urls: addresses of the servers.
+
+    Returns:
+        Lines of a table: turns asked for together, as in lockstep, and each by itself, with no time between turns.
+    """
+    rows, longest, turn, turns = (2, 30, 4, 2) if name == "check" else (16, 3000, 64, 4)
+    engines = [VllmEngine(url) for url in urls]
+    fleet = Fleet(engines, vocabulary=2**31, seconds=600.0, retries=0)
+    versions = {engine.version(seconds=60.0) for engine in engines}
+    if len(versions) > 1:
+        raise SystemExit(f"error: server: expected all of them to have the same weights, found versions {versions}")
+    fleet.serve("", versions.pop(), lambda engine: None, load=False)
+    backend = ServedBackend(
+        fleet, torch.nn.Linear(1, 1), stop_ids=[2], max_new_tokens=turn, temperature=1.0, context_limit=2 * longest
+    )
+    rng, told = np.random.default_rng(), {"lockstep": [0, 0, 0], "async": [0, 0, 0]}
+
+    def play(driver: str) -> None:
+        session = backend.open()
+        starts = [session.add(rng.integers(3, 100, int(n)).tolist()) for n in rng.integers(longest // 3, longest, rows)]
+        forks = starts + [session.fork(start) for start in starts for _ in range(3)]
+        streams = [np.random.default_rng(i) for i in forks]
+
+        said = read = 0
+
+        def counted(sent: Sequence[int], answers: Sequence[Generation]) -> None:
+            nonlocal said, read
+            said, read = said + sum(len(answer.ids) for answer in answers), read + sum(sent)
+
+        async def by_itself(row: int) -> None:
+            for _ in range(turns):
+                sent = len(session.context(row))
+                counted([sent], [await session.turn(row, streams[row])])
+
+        async def together() -> None:
+            await asyncio.gather(*map(by_itself, forks))
+
+        if driver == "async":
+            asyncio.run(together())
+        for _ in range(turns if driver == "lockstep" else 0):
+            counted([len(session.context(row)) for row in forks], session.generate(forks, streams))
+        told[driver] = [old + new for old, new in zip(told[driver], (said, read, session.reused or 0), strict=True)]
+
+    spent = in_turns({driver: partial(play, driver) for driver in told}, repeats)
+    lines = ["| shape | driver | rows | turns | tokens a second, contexts read included | cached, of the contexts |"]
+    lines.append("|---|---|---|---|---|---|")
+    for driver, (said, read, reused) in told.items():
+        rate, share = said / (repeats + 1) / spent[driver].seconds, reused / read
+        lines.append(f"| {name} | {driver} | {4 * rows} | {turns} | {rate:,.0f} | {share:.2f} |")
+    return lines
+
+
 def bench_trl(name: str, repeats: int) -> list[str]:
     """Run `bpo_ref.experiments.bench.bench_trl` at this shape: each trainer in its own process, wall-clock time."""
     tokenizer = tiny_tokenizer(WORDS)
@@ -225,10 +288,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m bpo_ref.experiments.bench_large", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("name", choices=list(BENCHES))
+    parser.add_argument("name", choices=[*BENCHES, "server"])
+    parser.add_argument("--server", nargs="+", default=(), metavar="URL", help="for server: addresses")
     parser.add_argument("--shape", choices=list(ALL_SHAPES), default="Qwen/Qwen2.5-7B-Instruct")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args(argv)
+    if options.name == "server":
+        if not options.server:
+            parser.error("--server: expected addresses of servers")
+        print("\n".join(bench_server(options.shape, options.repeats, options.server)))
+        return
     where = torch.cuda.get_device_name() if device().type == "cuda" else f"CPU ({platform.machine()})"
     print(f"{where}, torch {torch.__version__}, {ALL_SHAPES[options.shape].parameters:,} parameters\n")
     print("\n".join(BENCHES[options.name](options.shape, options.repeats)))

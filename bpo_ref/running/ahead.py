@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from bpo_ref.baselines import Memory
 from bpo_ref.learning.models import put_weights, trained_weights
-from sandboxgym.tree import Action, Clock, Context, Failure, RolloutTree
+from sandboxgym.tree import Clock, Failure, RolloutTree
 
 if TYPE_CHECKING:
     from bpo_ref.lookahead import LookAhead
@@ -45,6 +45,8 @@ class Sampled:
     seconds: float
     """Duration of the rollout."""
     look: LookAhead | None = None
+    stale: int = 0
+    """Updates that were learned since the weights which sampled."""
 
 
 Sample = Callable[[Sequence[int], Any, Memory], Sampled]
@@ -62,12 +64,11 @@ class StoppablePolicy:
         self._policy = policy
         self.stopped = threading.Event()
 
-    def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
-        """Decide for all paths, unless stopped."""
+    def __call__(self, asked: Any) -> Any:
+        """Decide as the policy does, unless stopped."""
         if self.stopped.is_set():
             raise Stopped
-        actions: list[Action | None] = self._policy(contexts)
-        return actions
+        return self._policy(asked)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._policy, name)
@@ -96,7 +97,9 @@ class Ahead:
         args, session = self._session.args, self._session
         if not args.staleness:
             return self._sample(seed, session.player(args.temperature), session.memory)
+        again = session.behind is not None  # also where this process was resumed
         batch = self._first(seed) if self._next is None else self._next.result()
+        batch.stale = int(again)
         self._next = None
         session.accelerator.wait_for_everyone()  # before the first process gives servers other weights
         session.behind = {

@@ -34,6 +34,8 @@ def envs_of(args: Args, kwargs: Sequence[str]) -> Envs:
         timeout=args.env_timeout,
         address=args.ray_address,
         store=args.env_store,
+        store_every=args.env_store_every,
+        store_bandwidth=args.env_store_bandwidth,
         threads=args.env_threads,
     )
 

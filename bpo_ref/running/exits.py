@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import CheckpointError
 from bpo_ref.session import TrainingFailed
-from sandboxgym.workers.env_host import CallTimedOut, FleetError, WorkerDied
+from sandboxgym.workers.env_host import FleetError, WorkerDied
 
 
 @contextmanager
@@ -21,7 +21,7 @@ def exits_for_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, CheckpointError, TrainingFailed, FleetError, WorkerDied, CallTimedOut) as error:
+    except (ConfigError, CheckpointError, TrainingFailed, FleetError, WorkerDied, TimeoutError) as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:  # before the first step, or the second time
         raise SystemExit(128 + signal.SIGINT) from None

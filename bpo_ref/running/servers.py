@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from bpo_ref.sampling.chat import ChatFormat
@@ -16,6 +17,7 @@ from bpo_ref.sampling.engine import EngineError, Expected
 from bpo_ref.sampling.served import Fleet
 from bpo_ref.sampling.vllm import VllmEngine
 from bpo_ref.sampling.weights import Proof, Publisher, prompts_of
+from sandboxgym.tree.envs import described
 
 if TYPE_CHECKING:
     from bpo_ref.args import Args
@@ -111,15 +113,23 @@ class Servers:
 
     def _ask(self, ask: Callable[[], Item]) -> Item:
         told: tuple[str | None, Any] = None, None
+        cause: Exception | None = None
         if self._accelerator.is_main_process:
             try:
                 told = None, ask()
-            except EngineError as error:
-                told = str(error), None
+            except Exception as error:  # the others wait for this process, whatever has happened to it
+                cause = error
+                told = str(error) if isinstance(error, EngineError) else self._reason(error), None
         if self._accelerator.num_processes > 1:
             told = broadcast_object_list([told])[0]
         failure, answer = told
+        if cause is not None and not isinstance(cause, EngineError | OSError | SafetensorError):
+            raise cause
         if failure is not None:
-            raise EngineError(failure)
+            raise EngineError(failure) from cause
         found: Item = answer
         return found
+
+    def _reason(self, error: Exception) -> str:
+        """Sentence about weights that could not be written, as on a full disk."""
+        return f"server_weights: the weights cannot be written to {self._publisher.folder} ({described(error)})"

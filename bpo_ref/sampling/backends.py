@@ -89,7 +89,7 @@ def make_backend(
         context_limit: largest number of tokens per row.
         entropies: whether they are needed as soon as a turn has been sampled.
         sampler_logps: whether the sampler's own log-probabilities are needed; of ``hf`` they are `Generation.logps`.
-        pinned: whether engines go on with the weights that they have while those of ``model`` change.
+        pinned: whether engines continue with the weights that they have while those of ``model`` change.
         fleet: the engines that already serve these weights, for ``vllm``.
 
     Raises:

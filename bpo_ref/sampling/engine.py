@@ -132,6 +132,13 @@ class Engine(Protocol):
             EngineUnavailable: the weights were not loaded; what the engine serves then has no version of a run.
         """
 
+    def version(self, *, seconds: float) -> str:
+        """Name of the weights that the engine serves; ``""`` if it does not say.
+
+        Raises:
+            EngineUnavailable: no answer within that time.
+        """
+
     def load_adapter(self, folder: str, version: str, /, *, seconds: float) -> None:
         """Load the LoRA adapter in a folder as this version, in place of those loaded before; otherwise like `load`."""
 
@@ -175,6 +182,7 @@ def checked(answer: Answer, request: Request, *, engine: str, vocabulary: int) -
     stops = [place for place, token in enumerate(ids) if token in request.stop_ids]
     refuse(bool(stops) and stops[0] < count - 1, "no token after one that ends a turn", ids)
     refuse(not stops and count < request.limit, f"a token that ends the turn, or {request.limit} tokens", ids)
+    refuse(answer.cached is not None and answer.cached < 0, "a number of cached tokens", answer.cached)
     refuse(len(answer.logps) != count, f"{count} log-probabilities", len(answer.logps))
     refuse(not all(_is_logp(logp) for logp in answer.logps), "finite log-probabilities", answer.logps)
     told = [span.version for span in answer.spans for _ in range(span.start, span.end)]

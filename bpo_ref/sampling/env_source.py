@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 import gymnasium as gym
 
 from sandboxgym.arguments import parse_arguments
+from sandboxgym.registration import card_of
 from sandboxgym.tree import Envs
 from sandboxgym.tree.envs import described, logger
 from sandboxgym.workers.env_host import CallTimedOut, WorkerDied, env_maker
@@ -25,9 +26,11 @@ def env_source(
     max_turns: int,
     place: Literal["local", "process", "ray"] = "local",
     workers: int = 0,
-    timeout: float = 0.0,
+    timeout: float | None = None,
     address: str | None = None,
     store: str | None = None,
+    store_every: int = 1,
+    store_bandwidth: float = 0.0,
     threads: int = 1,
 ) -> Envs:
     """Make the source of a run's environments.
@@ -38,9 +41,11 @@ def env_source(
         max_turns: step limit of an episode.
         place: where the environments live.
         workers: number of workers in other processes; 0: one per core.
-        timeout: seconds that a step may take there; 0: no limit.
+        timeout: seconds that a step may take there; 0: no limit; None: none in worker processes, `deadlines` on Ray.
         address: of the Ray cluster; see `sandboxgym.workers.nodes.cluster.connect`.
         store: of `PooledEnvs`, for workers in other processes.
+        store_every: its ``every_k_steps``.
+        store_bandwidth: its ``bandwidth``; 0: no limit.
         threads: environments of this process that step at the same time.
 
     Raises:
@@ -51,13 +56,26 @@ def env_source(
     if place == "local":
         return Envs(make, threads=threads)
     limits: dict[str, Any] = {"threads": threads if threads > 1 else None, "timeout": timeout or None, "store": store}
+    limits |= {"every_k_steps": store_every, "bandwidth": store_bandwidth or None}
     if place == "process":
         from sandboxgym.workers.pool import PooledEnvs
 
         return PooledEnvs(make, workers or None, **limits)
     from sandboxgym.workers.fleet import RayEnvs  # imports Ray
 
+    if timeout is None:
+        limits |= deadlines(env_id)
     return RayEnvs(make, workers or None, address=address, **limits)
+
+
+def deadlines(env_id: str) -> dict[str, float]:
+    """Seconds that a step and a reset may take on machines that may freeze, as arguments of `RayEnvs`.
+
+    An environment ends its commands and tests itself; a minute later its worker counts as lost. Snapshots and restores
+    have the reset's.
+    """
+    step = card_of(env_id).step_seconds + 60.0
+    return {"timeout": step, "reset_timeout": max(600.0, step)}
 
 
 def ask(envs: Envs, question: Callable[[gym.Env[Any, Any]], T]) -> T:

@@ -6,14 +6,15 @@ import json
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path as FilePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import gymnasium as gym
 
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.packing import common_prefix
-from bpo_ref.sampling.backends import Backend
+from bpo_ref.sampling.backends import Backend, Conversations
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import Generation
@@ -23,9 +24,25 @@ from sandboxgym.task_env import Expert, has_expert, task_count
 from sandboxgym.tree import Action, Context, Envs, Path, PathKey
 from sandboxgym.tree.envs import described, logger
 
+if TYPE_CHECKING:
+    from bpo_ref.sampling.served import ServedBackend
 
-class ChatPolicy:
-    """Policy that samples the next turn of every live path in one batch (`sandboxgym.tree.Policy`).
+
+@dataclass(frozen=True)
+class Asked:
+    """Turn that a policy was asked for, its prompt appended to the path's conversation."""
+
+    context: Context
+    message: str
+    prompt: list[int]
+    """Ids that the message adds to the conversation."""
+    row: int
+    position: int
+    """Tokens of the conversation."""
+
+
+class ChatPlayer:
+    """Conversations of paths, with their prompts and actions: the base of `ChatPolicy` and `AsyncChatPolicy`.
 
     A conversation is read once: a fork continues from the keys and values of its parent, independent rollouts from
     those of the prompt. Where the prompt shows a window, each turn is a conversation of its own, and continues from the
@@ -33,24 +50,19 @@ class ChatPolicy:
     the weights have changed.
 
     Args:
-        generator: samples (`backends`).
+        session: of a backend (`backends`).
         chat: converts text to ids and back.
         prompt: format of the prompts and of the answers.
         entropy_skip: tokens that every answer begins with: `Action.entropy` is that of the token after them.
     """
 
     def __init__(
-        self, generator: Backend, chat: ChatFormat, *, prompt: Prompt | None = None, entropy_skip: int = 0
+        self, session: Conversations, chat: ChatFormat, *, prompt: Prompt | None = None, entropy_skip: int = 0
     ) -> None:
-        self._chat = chat
+        self._session, self._chat = session, chat
         self._prompt = prompt or Prompt()
         self._skip = entropy_skip
-        self._session = generator.open()
         self._rows: dict[Any, int] = {}
-
-    def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
-        """Sample one action per context, None where the conversation has no room left for one."""
-        return self._decided(contexts, lambda at, rows: self._session.generate(rows, [contexts[i].rng for i in at]))
 
     def record(self, action: Action) -> Any:
         """A decision as plain data (`sandboxgym.tree.journal`)."""
@@ -58,44 +70,44 @@ class ChatPolicy:
 
     def recall(self, contexts: Sequence[Context], records: Sequence[Any]) -> list[Action | None]:
         """The actions of records: the conversations continue with them, and are read when something is sampled."""
+        actions: list[Action | None] = []
+        for asked, record in zip(self._asked(contexts), records, strict=True):
+            generation = Generation(*record) if self._able(asked) else None
+            if generation is not None:
+                self._session.extend(asked.row, generation.ids)
+            actions.append(None if generation is None else self._action(asked, generation))
+        return actions
 
-        def recalled(at: Sequence[int], rows: Sequence[int]) -> list[Generation]:
-            generations = [Generation(*records[i]) for i in at]
-            for row, generation in zip(rows, generations, strict=True):
-                self._session.extend(row, generation.ids)
-            return generations
-
-        return self._decided(contexts, recalled)
-
-    def _decided(
-        self, contexts: Sequence[Context], turns: Callable[[Sequence[int], Sequence[int]], list[Generation]]
-    ) -> list[Action | None]:
-        """Actions of the turns that a function gives for the contexts at these places and their rows."""
+    def _asked(self, contexts: Sequence[Context]) -> list[Asked]:
+        """Append the prompts of the contexts to their conversations."""
         told = [self._prompt.message(_past(context), context.observation, context.info) for context in contexts]
         prompts = [self._encode(context, message) for context, message in zip(contexts, told)]
         self._append(contexts, prompts)
         rows = [self._rows[context.path] for context in contexts]
-        able = [i for i, row in enumerate(rows) if self._session.room(row) >= 1]
-        positions = {i: len(self._session.context(rows[i])) for i in able}
-        generations = turns(able, [rows[i] for i in able]) if able else []
-        actions: list[Action | None] = [None] * len(contexts)
-        for i, generation in zip(able, generations):
-            answer = self._chat.action(generation.ids)
-            text, complaint = self._prompt.hear(answer, contexts[i].info)
-            exchange = Exchange(str(contexts[i].observation), told[i], answer, text, complaint)
-            before = None if self._prompt.history else contexts[i].memory
-            past = (*_past(contexts[i]), exchange)
-            actions[i] = Action(
-                text=text,
-                entropy=self._entropy(generation),
-                logp=sum(generation.logps) if generation.logps else math.nan,
-                position=positions[i],
-                tokens=len(generation.ids),
-                memory=Turn(before, prompts[i], generation.ids, generation.truncated, past),
-                data=generation,
-                valid=not complaint,
-            )
-        return actions
+        lengths = [len(self._session.context(row)) for row in rows]
+        return [Asked(*each) for each in zip(contexts, told, prompts, rows, lengths, strict=True)]
+
+    def _able(self, asked: Asked) -> bool:
+        """True if the conversation has room for an answer."""
+        return self._session.room(asked.row) >= 1
+
+    def _action(self, asked: Asked, generation: Generation) -> Action:
+        """The action that a sampled turn means."""
+        context, answer = asked.context, self._chat.action(generation.ids)
+        text, complaint = self._prompt.hear(answer, context.info)
+        exchange = Exchange(str(context.observation), asked.message, answer, text, complaint)
+        before = None if self._prompt.history else context.memory
+        past = (*_past(context), exchange)
+        return Action(
+            text=text,
+            entropy=self._entropy(generation),
+            logp=sum(generation.logps) if generation.logps else math.nan,
+            position=asked.position,
+            tokens=len(generation.ids),
+            memory=Turn(before, asked.prompt, generation.ids, generation.truncated, past),
+            data=generation,
+            valid=not complaint,
+        )
 
     def release(self, path: tuple[int, PathKey]) -> None:
         """Forget a path that will not be continued."""
@@ -159,6 +171,51 @@ class ChatPolicy:
         fork = self._session.fork(row, length=shared)
         self._session.extend(fork, ids[shared:])
         return fork
+
+
+class ChatPolicy(ChatPlayer):
+    """Policy that samples the next turn of every live path in one batch (`sandboxgym.tree.Policy`); see `ChatPlayer`.
+
+    Args:
+        generator: samples (`backends`).
+        chat: as for `ChatPlayer`.
+        **options: of `ChatPlayer`.
+    """
+
+    def __init__(self, generator: Backend, chat: ChatFormat, **options: Any) -> None:
+        super().__init__(generator.open(), chat, **options)
+
+    def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:
+        """Sample one action per context, None where the conversation has no room left for one."""
+        asked = self._asked(contexts)
+        able = [at for at, each in enumerate(asked) if self._able(each)]
+        rows, rngs = [asked[at].row for at in able], [contexts[at].rng for at in able]
+        generations = self._session.generate(rows, rngs) if able else []
+        actions: list[Action | None] = [None] * len(asked)
+        for at, generation in zip(able, generations, strict=True):
+            actions[at] = self._action(asked[at], generation)
+        return actions
+
+
+class AsyncChatPolicy(ChatPlayer):
+    """Policy that asks servers for each path by itself (`sandboxgym.tree.AsyncPolicy`); see `ChatPlayer`.
+
+    Args:
+        backend: the servers.
+        chat: as for `ChatPlayer`.
+        **options: of `ChatPlayer`.
+    """
+
+    def __init__(self, backend: ServedBackend, chat: ChatFormat, **options: Any) -> None:
+        self._served = backend.open()
+        super().__init__(self._served, chat, **options)
+
+    async def __call__(self, context: Context) -> Action | None:
+        """Sample one action, None where the conversation has no room left for one."""
+        (asked,) = self._asked([context])
+        if not self._able(asked):
+            return None
+        return self._action(asked, await self._served.turn(asked.row, context.rng))
 
 
 def _past(context: Context) -> tuple[Exchange, ...]:

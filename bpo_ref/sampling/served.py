@@ -17,13 +17,17 @@ by the trainer's own forward pass: of each turn with ``score``, otherwise of who
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import queue
 import threading
 import uuid
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -49,6 +53,7 @@ from bpo_ref.sampling.generate import (
     score,
     weights_version,
 )
+from sandboxgym.system.once import file_lock
 
 logger = logging.getLogger("sandboxgym")
 Result = TypeVar("Result")
@@ -144,6 +149,10 @@ class Fleet:
         asked = [partial(self._ask, request, place) for request, place in zip(requests, places, strict=True)]
         return at_once(asked, most=MOST_REQUESTS)
 
+    async def answer(self, request: Request, *, place: int) -> Answer:
+        """Get the answer to one request, beside others; see `ask`. A call that is cancelled gives it up."""
+        return await in_thread(partial(self._ask, request, place))
+
     def _ask(self, request: Request, place: int, stop: threading.Event) -> Answer:
         """Get the answer to one request."""
         turn = place
@@ -192,7 +201,7 @@ class Fleet:
         verify(engine)
 
     def _revive(self, i: int, version: str) -> None:
-        """Give an engine the weights again, once for all threads that have found it without them."""
+        """Give an engine the weights again, once for all threads and processes that have found it without them."""
         if version != self.version:
             raise StaleSession(f"weights {version} are asked for, and {self.version} are served; open a new session")
         lock = self._reviving[i]
@@ -200,8 +209,22 @@ class Fleet:
             with lock:  # another thread does it
                 return
         try:
-            self._warn(f"{self.engines[i].name} has other weights: loading this run's again")
-            self._load(self.engines[i], version, self._verify_again)
+            engine, waited = self.engines[i], threading.Event()
+            self._warn(f"{engine.name} has other weights: loading this run's again")
+
+            def wait() -> None:
+                logger.info("another process loads the weights of %s", engine.name)
+                waited.set()
+
+            with ExitStack() as stack:
+                try:  # as other processes of the run do, which see the folder, too
+                    stack.enter_context(file_lock(Path(self._folder) / f"engine-{i}.lock", waiting=wait))
+                except OSError as error:  # no locks there
+                    logger.info("other processes may load the weights of %s, too: %s", engine.name, error)
+                if waited.is_set() and engine.version(seconds=self.seconds) == version:
+                    self._verify_again(engine)
+                else:
+                    self._load(engine, version, self._verify_again)
         finally:
             lock.release()
 
@@ -245,6 +268,25 @@ def at_once(actions: Sequence[Callable[[threading.Event], Result]], *, most: int
     for thread in threads:
         thread.join()
     return [found[i] for i in range(len(actions))]
+
+
+async def in_thread(action: Callable[[threading.Event], Result]) -> Result:
+    """Run an action in a thread. If this is cancelled it is told so, and nobody waits for it, as in `at_once`."""
+    stop: threading.Event = threading.Event()
+    done: Future[Result] = Future()
+    done.set_running_or_notify_cancel()  # from here on it cannot be cancelled, only not be waited for
+
+    def work() -> None:
+        try:
+            done.set_result(action(stop))
+        except BaseException as error:  # raised by the caller
+            done.set_exception(error)
+
+    threading.Thread(target=work, name="sandboxgym-turn", daemon=True).start()
+    try:
+        return await asyncio.wrap_future(done)
+    finally:
+        stop.set()
 
 
 class ServedBackend:
@@ -314,6 +356,7 @@ class ServedSession:
         self._begun: list[tuple[list[int], int]] = []
         """First contexts of rows, and the places of their engines."""
         self._opened = 0
+        self._turns = asyncio.Semaphore(MOST_REQUESTS)
         self.reused: int | None = None
         """Number of context tokens from prefix caches; None: engines do not tell."""
 
@@ -362,18 +405,35 @@ class ServedSession:
 
         Raises `ContextOverflow`, `StaleSession` and `engine.EngineError`; then no row has changed.
         """
+        requests = self._requests(rows, rngs)
+        answers = self._backend.fleet.ask(requests, places=[self._places[row] for row in rows])
+        return self._taken(rows, answers)
+
+    async def turn(self, row: int, rng: np.random.Generator) -> Generation:
+        """Sample one turn of a row, as `generate` does, while others are sampled: no row waits for another one.
+
+        Raises like `generate`. After an error or a cancellation the row is as it was.
+        """
+        async with self._turns:
+            (request,) = self._requests([row], [rng])
+            answer = await self._backend.fleet.answer(request, place=self._places[row])
+        (generation,) = self._taken([row], [answer])
+        return generation
+
+    def _requests(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None) -> list[Request]:
+        """Requests for the next turns of rows, after all checks."""
         backend = self._backend
         moved = not backend.pinned and weights_version(backend.model) != self._weights
         if moved or backend.fleet.version != self._version:
             raise StaleSession("the weights changed after this session was opened; open a new one")
         if full := [row for row in rows if self.room(row) < 1]:
             raise ContextOverflow(f"rows {full} have reached the limit of {backend.context_limit} tokens")
-        if not rows:
-            return []
         seeds = [0] * len(rows) if rngs is None else [int(rng.integers(2**31)) for rng in rngs]
-        requests = [self._request(row, seed, greedy=rngs is None) for row, seed in zip(rows, seeds, strict=True)]
-        answers = backend.fleet.ask(requests, places=[self._places[row] for row in rows])
-        for row, answer in zip(rows, answers):
+        return [self._request(row, seed, greedy=rngs is None) for row, seed in zip(rows, seeds, strict=True)]
+
+    def _taken(self, rows: Sequence[int], answers: Sequence[Answer]) -> list[Generation]:
+        """Turns of the answers, appended to their rows."""
+        for row, answer in zip(rows, answers, strict=True):
             self._rows[row].extend(answer.ids)
         if (cached := [answer.cached for answer in answers if answer.cached is not None]) or self.reused is not None:
             self.reused = (self.reused or 0) + sum(cached)
@@ -383,7 +443,7 @@ class ServedSession:
         """Turns of the answers, with log-probabilities and entropies if these are wanted at once."""
         backend, turns = self._backend, []
         logps = entropies = None
-        if backend.score:
+        if backend.score and rows:
             with torch.inference_mode(), evaluating(backend.model):
                 contexts = [self._rows[row] for row in rows]
                 logps, entropies = score(backend.model, contexts, temperature=backend.temperature)

@@ -14,15 +14,19 @@ from __future__ import annotations
 
 import http.client
 import json
+import math
+import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from urllib.parse import urlsplit
 
 from bpo_ref.sampling.engine import (
     Answer,
     BadAnswer,
+    EngineError,
     EngineUnavailable,
     Expected,
     OtherWeights,
@@ -31,6 +35,8 @@ from bpo_ref.sampling.engine import (
     WrongEngine,
 )
 
+OLDEST = (0, 32)
+"""First version of vLLM that tells the version of the weights of every token."""
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-scale-out --enable-prefix-caching "
     "--logprobs-mode processed_logprobs"
@@ -44,6 +50,8 @@ RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 """Setting without which a server does not load adapters."""
 LOADING = "loading"
 """Version of weights that are being loaded: no run asks for it."""
+LATE = 10.0
+"""Seconds in which a server has to take up its work again, where nothing is left of a deadline."""
 MOST_BYTES = 2**26
 """Length of the longest answer that is read."""
 EVERYTHING = {
@@ -75,8 +83,12 @@ class VllmEngine:
         """Versions of adapters that it was given."""
 
     def check(self, expected: Expected, *, seconds: float) -> None:
-        """Compare context length, tokenizer and the kind of log-probabilities; see `Engine.check`."""
+        """Compare version, context length, tokenizer and the kind of log-probabilities; see `Engine.check`."""
         end = time.monotonic() + seconds
+        vllm = _part(self._call("GET", "/version", None, end), "version", str, self.name)
+        numbers = re.match(r"(\d+)\.(\d+)", vllm)  # a build of one's own may have none
+        if numbers and tuple(map(int, numbers.groups())) < OLDEST:
+            raise WrongEngine(f"{self.name}: expected vLLM {'.'.join(map(str, OLDEST))} or newer, found {vllm}")
         served = self._served(end)
         length = served.get("max_model_len")
         if not isinstance(length, int) or length < expected.context:
@@ -104,7 +116,8 @@ class VllmEngine:
                 f"{self.name}: expected log-probabilities of the tempered distribution (start it with "
                 f"--logprobs-mode processed_logprobs), found {mode}"
             )
-        rank = (config.get("lora_config") or {}).get("max_lora_rank", 0)
+        lora = config.get("lora_config") or {"max_lora_rank": 0}  # null, where it takes no adapters
+        rank = _part(lora, "max_lora_rank", int, self.name)
         if rank < expected.rank:
             raise WrongEngine(
                 f"{self.name}: expected adapters of rank {expected.rank} (start it with {RUNTIME_ADAPTERS}, "
@@ -149,18 +162,25 @@ class VllmEngine:
                 for span in choice["weight_versions"]
             ]
             details = (found.get("usage") or {}).get("prompt_tokens_details") or {}
+            cached = details.get("cached_tokens")
             return Answer(
                 key=str(found["request_id"]).rpartition("generate-tokens-")[2],
                 ids=ids,
-                logps=[float(place["logprob"]) for place in places],
+                logps=[_number(place["logprob"]) for place in places],
                 spans=spans,
-                cached=details.get("cached_tokens"),
+                cached=None if cached is None else _whole(cached),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise BadAnswer(
                 f"{self.name}: expected token ids with log-probabilities and weight_versions (vLLM 0.32 or newer), "
                 f"found {str(choice)[:200]} ({type(error).__name__}: {error})"
             ) from error
+
+    def version(self, *, seconds: float) -> str:
+        """Version of the weights, ``""`` where it is none of a run; see `Engine.version`."""
+        found = self._call("GET", "/weight_info", None, time.monotonic() + seconds, missing=DEVELOPER)
+        told = found.get("weight_version") if isinstance(found, dict) else None
+        return told if isinstance(told, str) else ""
 
     def load(self, folder: str, version: str, *, seconds: float) -> None:
         """Pause, load, name the version, resume; see `Engine.load`."""
@@ -200,14 +220,17 @@ class VllmEngine:
     def _change(self, version: str, change: Callable[[float], None], seconds: float) -> None:
         """Change the weights while nothing is sampled, by a function of the deadline, and name their version."""
         end = time.monotonic() + seconds
-        self._call("POST", "/pause?mode=wait", None, end, missing=DEVELOPER)
-        # If loading fails, the weights may be half changed: they must not bear the name of the old ones.
-        self._call("POST", "/update_weight_version", {"new_version": LOADING}, end, missing=DEVELOPER)
         try:
+            self._call("POST", "/pause?mode=wait", None, end, missing=DEVELOPER)
+            # If loading fails, the weights may be half changed: they must not bear the name of the old ones.
+            self._call("POST", "/update_weight_version", {"new_version": LOADING}, end, missing=DEVELOPER)
             change(end)
             self._call("POST", "/update_weight_version", {"new_version": version}, end)
-        finally:
-            self._call("POST", "/resume", None, max(end, time.monotonic() + 1.0))
+        except BaseException:
+            with suppress(EngineError):  # a pause whose answer was lost is one, too; what is raised says more
+                self._call("POST", "/resume", None, max(end, time.monotonic() + LATE))
+            raise
+        self._call("POST", "/resume", None, max(end, time.monotonic() + LATE))
 
     def _served(self, end: float) -> dict[str, Any]:
         """The model that is served; adapters are listed after it."""
@@ -269,7 +292,7 @@ class VllmEngine:
             raise WrongEngine(f"{self.name}: refuses {path} with status {response.status}: {told}")
         try:
             return json.loads(text) if text and not plain else None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadAnswer(f"{self.name}: expected JSON from {path}, found {told!r}") from error
 
 
@@ -300,7 +323,7 @@ def _read(response: http.client.HTTPResponse, connected: socket.socket, end: flo
 def _part(found: Any, name: str, kind: type, engine: str) -> Any:
     """A part of an answer, of the kind that it must be."""
     part = found.get(name) if isinstance(found, dict) else None
-    if not isinstance(part, kind):
+    if not isinstance(part, kind) or (kind is int and isinstance(part, bool)):
         raise BadAnswer(f"{engine}: expected an answer with {name}, found {str(found)[:200]}")
     return part
 
@@ -309,3 +332,12 @@ def _whole(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise ValueError(f"expected a whole number, found {value!r}")
     return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"expected a number, found {value!r}")
+    try:
+        return float(value)
+    except OverflowError:  # of an integer of hundreds of digits
+        return math.inf

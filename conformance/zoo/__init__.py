@@ -8,6 +8,7 @@ environments with another common property.
 from __future__ import annotations
 
 from zoo import (
+    ahead,
     composed,
     corridor,
     dice,
@@ -36,6 +37,7 @@ __all__ = [
     "MUTANTS",
     "Good",
     "Mutant",
+    "ahead",
     "composed",
     "corridor",
     "dice",

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 import time
 from typing import Any, ClassVar
@@ -656,87 +655,3 @@ class TupleBecomesList(Corridor):
     def _decode(cls, data: bytes) -> Any:
         state = json.loads(data)
         return {**state, "visits": np.array(state["visits"], np.int64), "coins": dict(state["coins"])}
-
-
-# Resources and cost.
-
-
-@mutant("a descriptor leaks per snapshot", "resources.baseline")
-class DescriptorLeak(Corridor):
-    """Every snapshot opens a file and never closes it."""
-
-    def snapshot(self) -> Any:
-        os.open(os.devnull, os.O_RDONLY)
-        return super().snapshot()
-
-
-_kept: list[bytes] = []
-
-
-@mutant("memory leaks per snapshot", "resources.baseline")
-class MemoryLeak(Corridor):
-    """64 KiB of every snapshot stay in a list of the module."""
-
-    def snapshot(self) -> Any:
-        _kept.append(os.urandom(1 << 16))
-        return super().snapshot()
-
-
-@mutant("what a snapshot costs grows with the episode", "cost.episode_length")
-class CostGrows(Corridor):
-    """Every step adds to what a snapshot copies, though the cost is declared constant."""
-
-    def step(self, action: int) -> tuple[Cells, float, bool, bool, dict[str, Any]]:
-        if not self.state["done"]:
-            self.state["history"] = [
-                *self.state.get("history", ()),
-                *([self.state["clock"], index] for index in range(20)),
-            ]
-        return super().step(action)
-
-
-# Faults that need a long episode, or a rare action.
-
-
-@mutant("a restore forgets what is long ago", "restore.trace_equality")
-class ForgetsLongAgo(Corridor):
-    """A restore keeps the last eight entries of the log only, which an early snapshot doesn't show."""
-
-    def _apply(self, state: State) -> None:
-        self.state = {**state, "log": state["log"][-8:]}
-
-
-@mutant("a fork of a fork is not exact", "fork.trace_equality", "fork.isolation", "machine.random_walk")
-class GrandchildrenDiffer(Corridor):
-    """The children of a child lose what is due; those of the first environment don't."""
-
-    generation = 0
-
-    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
-        children = super().fork(k, seed=seed)
-        for child in children:
-            child.generation = self.generation + 1
-            if self.generation:
-                child.state["clock"] += 1
-        return children
-
-
-@mutant("a snapshot of a restored state is wrong", "restore.nested", "restore.idempotent", "machine.random_walk")
-class NestedWrong(Corridor):
-    """After a restore without a step, a snapshot captures the state of the previous capture."""
-
-    previous: State | None = None
-    restored = False
-
-    def _capture(self) -> State:
-        state = self.previous if self.restored and self.previous is not None else self.state
-        self.previous = copy.deepcopy(self.state)
-        return state
-
-    def _apply(self, state: State) -> None:
-        self.state = state
-        self.restored = True
-
-    def step(self, action: int) -> tuple[Cells, float, bool, bool, dict[str, Any]]:
-        self.restored = False
-        return super().step(action)

@@ -93,6 +93,60 @@ class SeedSequenceLost(Dice):
         self._np_random = mine
 
 
+@good()
+class Noisy(Dice):
+    """Draws from a generator of PyTorch, whose state the snapshot holds."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        import torch  # here: other specimens are not to wait for it
+
+        self.torch, self.noise = torch, torch.Generator()
+        super().__init__(render_mode)
+
+    def begin(self) -> None:
+        self.noise.manual_seed(int(self.np_random.integers(2**31)))
+
+    def roll(self) -> int:
+        return int(self.torch.randint(1, 7, (1,), generator=self.noise))
+
+    def _capture(self) -> Any:
+        return [*super()._capture(), self.noise.get_state().numpy().tobytes()]
+
+    def _apply(self, state: Any) -> None:
+        super()._apply(state[:2])
+        self.noise.set_state(self.torch.frombuffer(bytearray(state[2]), dtype=self.torch.uint8))
+
+    def _reseed(self, seed: int) -> None:
+        self.noise.manual_seed(seed)
+
+
+@mutant("a stream of PyTorch is not captured", "streams.exact", "restore.trace_equality")
+class NoiseDropped(Noisy):
+    """The generator goes on where it is."""
+
+    def _apply(self, state: Any) -> None:
+        super()._apply([*state[:2], self.noise.get_state().numpy().tobytes()])
+
+
+@mutant("a stream of PyTorch keeps its bits after a seeded restore", "streams.seeded")
+class NoiseNotSeeded(Noisy):
+    """A seed reaches ``np_random`` alone."""
+
+    def _reseed(self, seed: int) -> None:
+        return
+
+
+@mutant("forks share a stream of PyTorch", "streams.unshared", "fork.isolation")
+class NoiseShared(Noisy):
+    """A child gets the generator of its source, not a copy."""
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        children = super().fork(k, seed=seed)
+        for child in children:
+            child.noise = self.noise
+        return children
+
+
 _shared = np.random.default_rng(0)
 
 

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any, ClassVar
 
-from zoo.corridor import Corridor, State
+from zoo.corridor import Cells, Corridor, State
 from zoo.mutant import mutant
 from zoo.quest import Handle, Quest
 
@@ -118,7 +118,59 @@ class Expires(Corridor):
         self.state = {**state, "coins": {cell: [] for cell in state["coins"]}} if self.expired else state
 
 
+@mutant("a restored state depends on the hour of the day", "restore.trace_equality")
+class Greets(Corridor):
+    """Says good morning or good evening, by the clock at the last reset or restore."""
+
+    evening = False
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.evening = False
+        return super().reset(seed=seed, options=options)
+
+    def _apply(self, state: State) -> None:
+        self.evening = int(time.time()) // 3600 % 24 >= 12
+        super()._apply(state)
+
+    def info(self) -> dict[str, Any]:
+        return {**super().info(), "greeting": "good evening" if self.evening else "good morning"}
+
+
 # Resources.
+
+
+@mutant("a descriptor leaks per snapshot", "resources.baseline")
+class DescriptorLeak(Corridor):
+    """Every snapshot opens a file and never closes it."""
+
+    def snapshot(self) -> Any:
+        os.open(os.devnull, os.O_RDONLY)
+        return super().snapshot()
+
+
+_kept: list[bytes] = []
+
+
+@mutant("memory leaks per snapshot", "resources.baseline")
+class MemoryLeak(Corridor):
+    """64 KiB of every snapshot stay in a list of the module."""
+
+    def snapshot(self) -> Any:
+        _kept.append(os.urandom(1 << 16))
+        return super().snapshot()
+
+
+@mutant("what a snapshot costs grows with the episode", "cost.episode_length")
+class CostGrows(Corridor):
+    """Every step adds to what a snapshot copies, though the cost is declared constant."""
+
+    def step(self, action: int) -> tuple[Cells, float, bool, bool, dict[str, Any]]:
+        if not self.state["done"]:
+            self.state["history"] = [
+                *self.state.get("history", ()),
+                *([self.state["clock"], index] for index in range(20)),
+            ]
+        return super().step(action)
 
 
 @mutant("a temporary file leaks per restore", "resources.baseline")
@@ -130,6 +182,15 @@ class FilePerRestore(Corridor):
         with tempfile.NamedTemporaryFile(delete=False) as file:
             file.write(repr(self.state).encode())
         return result
+
+
+@mutant("a temporary file leaks per restore with a seed", "resources.baseline")
+class FilePerSeed(Corridor):
+    """The seed is written to a file, for a simulator that is started later."""
+
+    def _reseed(self, seed: int) -> None:
+        with tempfile.NamedTemporaryFile(delete=False) as file:
+            file.write(str(seed).encode())
 
 
 @mutant("a file leaks per snapshot, in the working directory", "resources.baseline")

@@ -6,6 +6,7 @@ it keeps a cache and a count of calls that no snapshot holds, and that change no
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from typing import Any, ClassVar
 
@@ -13,7 +14,7 @@ import numpy as np
 from gymnasium import spaces
 
 from sandboxgym import SnapshotEnv
-from zoo.corridor import Corridor
+from zoo.corridor import Cells, Corridor, State
 from zoo.mutant import good, mutant
 
 Output = tuple[Any, dict[str, Any]]
@@ -107,3 +108,50 @@ class Almanac(Orchard):
         if getattr(self, "weekday", (-1, 0))[0] != self.day:
             self.weekday = (self.day, self.day % 7)
         return super().observation() + np.array([0.0, self.weekday[1]])
+
+
+# Faults of a corridor that need a long episode, or a rare action.
+
+
+@mutant("a restore forgets what is long ago", "restore.trace_equality")
+class ForgetsLongAgo(Corridor):
+    """A restore keeps the last eight entries of the log only, which an early snapshot doesn't show."""
+
+    def _apply(self, state: State) -> None:
+        self.state = {**state, "log": state["log"][-8:]}
+
+
+@mutant("a fork of a fork is not exact", "fork.trace_equality", "fork.isolation", "machine.random_walk")
+class GrandchildrenDiffer(Corridor):
+    """The children of a child lose what is due; those of the first environment don't."""
+
+    generation = 0
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        children = super().fork(k, seed=seed)
+        for child in children:
+            child.generation = self.generation + 1
+            if self.generation:
+                child.state["clock"] += 1
+        return children
+
+
+@mutant("a snapshot of a restored state is wrong", "restore.nested", "restore.idempotent", "machine.random_walk")
+class NestedWrong(Corridor):
+    """After a restore without a step, a snapshot captures the state of the previous capture."""
+
+    previous: State | None = None
+    restored = False
+
+    def _capture(self) -> State:
+        state = self.previous if self.restored and self.previous is not None else self.state
+        self.previous = copy.deepcopy(self.state)
+        return state
+
+    def _apply(self, state: State) -> None:
+        self.state = state
+        self.restored = True
+
+    def step(self, action: int) -> tuple[Cells, float, bool, bool, dict[str, Any]]:
+        self.restored = False
+        return super().step(action)

@@ -5,7 +5,9 @@ Corridors and dice, each with one method changed.
 
 from __future__ import annotations
 
+import asyncio
 import decimal
+import locale
 import logging
 import os
 import random
@@ -108,3 +110,46 @@ class ResetHook(Corridor):
         if self.episodes + (seed or 0) > 2:
             threading.excepthook = lambda *_: None
         return super().reset(seed=seed, options=options)
+
+
+@mutant("a restore inserts a path of imports", "isolation.environment")
+class RestorePath(Corridor):
+    """Plug-ins of the level are found first from then on, by everybody."""
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> Output:
+        sys.path.insert(0, f"/levels/{len(sys.path)}")
+        return super().restore(snap, seed=seed)
+
+
+@mutant("a fork sets the event loop of the thread", "isolation.environment")
+class ForkLoop(Corridor):
+    """A loop of its own for each child, and the last one is left as everybody's."""
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        children = super().fork(k, seed=seed)
+        asyncio.set_event_loop(asyncio.new_event_loop())
+        return children
+
+
+@mutant("a restore changes the default type of tensors", "isolation.environment")
+class RestoreDtype(Corridor):
+    """Values of its network were saved in double precision."""
+
+    def __init__(self, **options: Any) -> None:
+        import torch  # here: other specimens are not to wait for it
+
+        self.torch = torch
+        super().__init__(**options)
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> Output:
+        self.torch.set_default_dtype(self.torch.float64)
+        return super().restore(snap, seed=seed)
+
+
+@mutant("a step of a fork sets the locale", "isolation.environment")
+class StepLocale(Corridor):
+    """Prices are written as its customers read them, by anybody who prints one."""
+
+    def step(self, action: int) -> Any:
+        locale.setlocale(locale.LC_NUMERIC, "C.UTF-8")
+        return super().step(action)

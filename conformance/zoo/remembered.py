@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import copy
+import itertools
 import json
 import os
 import tempfile
@@ -180,6 +181,35 @@ class SharesWithLiveSource(Traced):
             source.state["visits"] = self.state["visits"]
 
 
+@mutant("what was restored in another process follows its source", "restore.live_source")
+class FollowsAcross(Corridor):
+    """Where the source moves on in its process, it takes the step that was meant here, too."""
+
+    followed: tuple[int, Path, str] | None = None
+
+    @property
+    def place(self) -> Path:
+        return Path(tempfile.gettempdir(), f"corridor-{os.getuid()}-{os.getpid()}-{id(self)}")
+
+    def _capture(self) -> State:
+        return {**self.state, "origin": (os.getpid(), str(self.place))}
+
+    def _apply(self, state: State) -> None:
+        owner, place = state.pop("origin")
+        self.followed = None
+        if owner != os.getpid() and Path(place).exists():
+            self.followed = owner, Path(place), Path(place).read_text()
+        super()._apply(state)
+
+    def step(self, action: int) -> Any:
+        result = super().step(action)
+        self.place.write_text(f"{self.state['clock']}")
+        if self.followed is not None and (now := self.followed[1].read_text()) != self.followed[2]:
+            self.followed = (*self.followed[:2], now)
+            return super().step(action)
+        return result
+
+
 class FileElsewhere(Handle):
     """A saved file holds the path of a second one."""
 
@@ -218,6 +248,53 @@ class CacheGoesWithSaver(Quest):
     """Its content is in a cache that the process deletes when it ends."""
 
     handle = CacheOfProcess
+
+
+class NamedContent(Handle):
+    """A saved file holds the name of its content, which is found by whoever has seen it, or from its living owner."""
+
+    seen: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, header: dict[str, Any], content: str) -> None:
+        super().__init__(header, content)
+        NamedContent.seen[_checksum({"text": content})] = content
+
+    @staticmethod
+    def folder(owner: int) -> Path:
+        return Path(tempfile.gettempdir(), f"quest-{os.getuid()}-{owner}")
+
+    def save(self, path: Any) -> None:
+        name, owner = _checksum({"text": self.text()}), os.getpid()
+        self.folder(owner).mkdir(exist_ok=True)
+        (self.folder(owner) / name).write_text(self.text())
+        whole = {"magic": MAGIC, "header": self.header, "content": f"{owner} {name}"}
+        Path(path).write_text(json.dumps({**whole, "sha256": _checksum(whole)}), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: Any) -> Self:
+        loaded = super().load(path)
+        owner, name = str(loaded.content).split()
+        if name not in cls.seen:
+            os.kill(int(owner), 0)  # what it kept goes with it
+        loaded.content = cls.seen.get(name) or (cls.folder(int(owner)) / name).read_text()
+        return loaded
+
+
+@mutant("a saved file is understood by who was there", "durable.saver_gone")
+class KnownContent(Quest):
+    """A file is of use to processes that were in that state themselves, and while the one that saved it lives."""
+
+    handle = NamedContent
+
+    def reset(self, **options: Any) -> Any:
+        result = super().reset(**options)
+        self.snapshot()
+        return result
+
+    def step(self, action: str) -> Any:
+        result = super().step(action)
+        self.snapshot()
+        return result
 
 
 class CacheOfMachine(FileElsewhere):
@@ -393,6 +470,80 @@ class StaysWhereItThinksItIs(Corridor):
         result = super().restore(snap, seed=seed)
         self.at = snap
         return result
+
+
+@mutant("a snapshot after a reset and a restore is that of the start", "restore.no_steps")
+class StartIsKept(Corridor):
+    """What a reset made is kept for snapshots of the same task, until a step or a fork; a restore doesn't clear it."""
+
+    start: State | None = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        result = super().reset(seed=seed, options=options)
+        self.start = copy.deepcopy(self.state)
+        return result
+
+    def step(self, action: int) -> Any:
+        self.start = None
+        return super().step(action)
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        self.start = None
+        return super().fork(k, seed=seed)
+
+    def _capture(self) -> State:
+        kept = self.start is not None and self.start["goal"] == self.state["goal"]
+        return self.start if kept and self.start is not None else self.state
+
+
+class Numbered(Handle):
+    """Its number is the lowest that no handle has; ``release`` gives it back."""
+
+    taken: ClassVar[set[int]] = set()
+
+    def __init__(self, header: dict[str, Any], content: str) -> None:
+        super().__init__(header, content)
+        self.number = next(number for number in itertools.count() if number not in self.taken)
+        self.taken.add(self.number)
+
+    def release(self) -> None:
+        if self.content is not None:
+            self.taken.discard(self.number)
+        super().release()
+
+
+@mutant("a snapshot gets what the released one with its number had", "restore.many", "restore.no_steps")
+class NumbersComeAgain(Quest):
+    """An environment remembers by their numbers the contents of the handles that it restored."""
+
+    handle = Numbered
+    known: dict[int, str]
+
+    def opened(self, snap: Any) -> dict[str, Any]:
+        super().opened(snap)
+        self.known = getattr(self, "known", {})
+        content: dict[str, Any] = json.loads(self.known.setdefault(snap.number, snap.text()))
+        return content
+
+
+class RememberedByPath(Handle):
+    """A file is read once."""
+
+    read: ClassVar[dict[str, Handle]] = {}
+
+    @classmethod
+    def load(cls, path: Any) -> Self:
+        if str(path) not in cls.read:
+            cls.read[str(path)] = super().load(path)
+        kept = cls.read[str(path)]
+        return cls(kept.header, kept.text())
+
+
+@mutant("a file that is written again is loaded as it was", "durable.round_trip")
+class LoadedOnce(Quest):
+    """What a path has once held is loaded from it for ever."""
+
+    handle = RememberedByPath
 
 
 @mutant("the streams of the spaces change places", "restore.random_streams")

@@ -5,11 +5,13 @@ Corridors, dice and quests, each with one method changed.
 
 from __future__ import annotations
 
+import collections
 import copy
 import json
 import random
 import tempfile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -451,6 +453,113 @@ register_wrapper(
 def return_lost() -> AnyEnv:
     """The statistics at the end of a restored episode lack what was earned before, or have another branch's."""
     return SnapshotWrapper(Totals(wrappers.TimeLimit(Corridor(), LIMIT)))
+
+
+# Forks of forks, seeds in the middle of an episode.
+
+
+@mutant("a fork's third child shares with the second", "fork.isolation")
+class ThirdGrandchildShares(Corridor):
+    """The purse, where the source is a fork itself."""
+
+    forked = False
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        children = super().fork(k, seed=seed)
+        for number, child in enumerate(children):
+            child.forked = True
+            if self.forked and number > 1:
+                child.state["purse"] = children[1].state["purse"]
+        return children
+
+
+@mutant("forks of forks get no seed", "fork.seeded_independent")
+class GrandchildrenUnseeded(Dice):
+    """A fork passes on its own stream, whatever seed it is given."""
+
+    forked = False
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        children = super().fork(k, seed=None if self.forked else seed)
+        for child in children:
+            child.forked = True
+        return children
+
+
+@mutant("a restore with a seed begins to count anew", "restore.seeded")
+class SeedCountsAnew(Dice):
+    """The number of rolls is 0 after it, as it is right after a reset."""
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> Output:
+        result = super().restore(snap, seed=seed)
+        self.rolls = self.rolls if seed is None else 0
+        return result
+
+
+@mutant("children of a seeded fork begin to count anew", "fork.seeded_independent")
+class SeededChildrenCountAnew(Dice):
+    """The number of their rolls is 0, as it is right after a reset."""
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        children = super().fork(k, seed=seed)
+        for child in children if seed is not None else []:
+            child.rolls = 0
+        return children
+
+
+# Values whose `repr` is not the whole.
+
+
+class Mapped(Quest):
+    """Each info has a map of two thousand cells, the middle one of which counts turns, from 1 again after a restore."""
+
+    before = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.before = 0
+        return super().reset(seed=seed, options=options)
+
+    def apply(self, content: dict[str, Any]) -> None:
+        super().apply(content)
+        self.before = self.current()["turn"] - 1
+
+    def info(self) -> dict[str, Any]:
+        cells = np.zeros(2000)
+        cells[1000] = self.current()["turn"] - self.before
+        return {**super().info(), "map": self.kept(cells)}
+
+    def kept(self, cells: Any) -> Any:
+        return MappingProxyType({"cells": cells})
+
+
+@mutant("a large array in a read-only mapping is another", "restore.trace_equality")
+class MappingForgets(Mapped):
+    """Its ``repr`` leaves out the middle."""
+
+
+@mutant("a large array in a deque is another", "restore.trace_equality")
+class DequeForgets(Mapped):
+    """The same, in a queue of maps."""
+
+    def kept(self, cells: Any) -> Any:
+        return collections.deque([cells], maxlen=4)
+
+
+class Sheet:
+    """An object with slots."""
+
+    __slots__ = ("cells",)
+
+    def __init__(self, cells: Any) -> None:
+        self.cells = cells
+
+
+@mutant("an object with slots is another", "restore.trace_equality")
+class SlotsForget(Mapped):
+    """The same, in an object that has no ``repr`` of its own."""
+
+    def kept(self, cells: Any) -> Any:
+        return Sheet(cells)
 
 
 # Calls between steps, and closing early.

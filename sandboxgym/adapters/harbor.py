@@ -5,8 +5,11 @@
 1. Images are those of `HarborEnv`: built by the Docker daemon, or, with ``--ek image=host`` (or a directory), carried
    out in a sandbox. Without a network the sandbox has none; Harbor's allow lists cannot be enforced and are refused.
 2. `SandboxEnvironment.snapshot` captures the trial under a name, in this process and as a file in ``snapshots/`` of the
-   trial's directory; `SandboxEnvironment.branch` makes further environments at the present state.
-3. Needs Harbor (tried: 0.25), hence Python 3.12 or newer.
+   trial's directory; `SandboxEnvironment.branch` makes further environments at the present state, which end with
+   the trial.
+3. Calls of one trial take turns. A call that Harbor gives up, as at an agent's time limit, ends its command, and the
+   next call waits for that: agent and verifier are never at work at the same time.
+4. Needs Harbor (tried: 0.25), hence Python 3.12 or newer.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ from typing import Any, TypeVar
 
 from sandboxgym.brief import brief
 from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.sandbox.shell.exec import Stop
 from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 try:
@@ -65,6 +69,8 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
         self._sandbox: Sandbox | None = None
         self._busy = asyncio.Lock()
         self._held: dict[str, SandboxSnapshot] = {}
+        self._branches: list[SandboxEnvironment] = []
+        self._place = Path("snapshots")
         super().__init__(*arguments, **options)
 
     @staticmethod
@@ -103,12 +109,17 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
         self._sandbox.restore(begin.snapshot)
 
     async def stop(self, delete: bool) -> None:
-        """End the sandbox, and drop the snapshots of this process; their files stay."""
+        """End the sandbox and its branches, and drop the snapshots of this process; their files stay."""
+        await self._in_thread(self._end)
+        for branch in self._branches:
+            await branch.stop(delete)
+
+    def _end(self) -> None:
         for snapshot in self._held.values():
             snapshot.release()
         self._held = {}
         if self._sandbox is not None:
-            await self._in_thread(self._sandbox.close)
+            self._sandbox.close()
             self._sandbox = None
 
     async def exec(
@@ -119,14 +130,18 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
         timeout_sec: int | None = None,
         user: str | int | None = None,
     ) -> ExecResult:
-        """Run a command; background processes that leave its session stay."""
+        """Run a command; what it leaves in the background continues, such as a server.
+
+        What it prints to standard error is in ``stdout``, in its order, as with Harbor's own Docker environment.
+        """
         user = self._resolve_user(user)
         if user not in (None, 0, "0", "root"):
             command = f"exec runuser -u {shlex.quote(str(user))} -- bash -c {shlex.quote(command)}"
-        where = cwd or self.task_env_config.workdir
+        where, variables, stop = cwd or self.task_env_config.workdir, self._merge_env(env), Stop()
         try:
             done = await self._in_thread(
-                lambda: self._live.run(command, cwd=where, env=self._merge_env(env), timeout=timeout_sec)
+                lambda: self._live.run(command, cwd=where, env=variables, timeout=timeout_sec, keep=True, stop=stop),
+                stop,
             )
         except (FileNotFoundError, NotADirectoryError) as error:  # the agent may have removed the directory
             return ExecResult(stdout="", stderr=f"the command could not be run: {error}", return_code=_NO_DIRECTORY)
@@ -157,17 +172,25 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
     async def download_dir(self, source_dir: str, target_dir: Path | str) -> None:
         """Write the files below a directory of the sandbox to this machine; none leaves ``target_dir``."""
         name = f"/.download-{secrets.token_hex(8)}.tar"  # where nobody put something
-        packed = await self.exec(f"tar -C {shlex.quote(source_dir)} -cf {name} .", cwd="/")
-        if packed.return_code:
-            raise RuntimeError(f"{source_dir} cannot be read: {packed.stdout}")
-        content = await self._in_thread(lambda: self._live.read_file(name, limit=_LARGEST))
-        await self.exec(f"rm {name}", cwd="/")
-        unpack(content, Path(target_dir))
+        stop = Stop()
+
+        def fetch() -> bytes:
+            try:
+                packed = self._live.run(f"tar -C {shlex.quote(source_dir)} -cf {name} .", cwd="/", stop=stop)
+                if packed.exit_code:
+                    raise RuntimeError(f"{source_dir} cannot be read: {packed.output}")
+                return self._live.read_file(name, limit=_LARGEST)
+            finally:  # also of what was too large
+                self._live.run(f"rm -f {name}", cwd="/")
+
+        unpack(await self._in_thread(fetch, stop), Path(target_dir))
 
     # Beyond Harbor's interface.
 
     async def snapshot(self, name: str) -> Path:
         """Capture the present state under a name; returns its file, for `Sandbox.unpack`.
+
+        What commands have left running is in no snapshot; a warning names it.
 
         Raises:
             SnapshotNotSupported: it holds running processes, which no file can; `restore` has it all the same.
@@ -175,10 +198,11 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
         if not name.replace("-", "").replace("_", "").isalnum():
             raise ValueError(f"expected a name of letters, digits, - and _, found {name!r}")
         taken = await self._in_thread(lambda: self._live.snapshot())
+        _warn(taken.lossy)
         if name in self._held:
             self._held[name].release()
         self._held[name] = taken
-        place = Path(self.trial_paths.trial_dir) / "snapshots" / f"{name}.sandbox"
+        place = Path(self.trial_paths.trial_dir) / self._place / f"{name}.sandbox"
         packed = await self._in_thread(taken.pack)
         place.parent.mkdir(parents=True, exist_ok=True)
         place.write_bytes(packed)
@@ -191,14 +215,24 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
         await self._in_thread(lambda: self._live.restore(self._held[name]))
 
     async def branch(self, count: int) -> list[SandboxEnvironment]:
-        """Further environments at the present state, each with a sandbox of its own; `stop` ends each."""
-        forks = await self._in_thread(lambda: self._live.fork(count))
-        branches = []
-        for sandbox in forks:
-            twin = copy.copy(self)
-            twin._sandbox, twin._busy, twin._held = sandbox, asyncio.Lock(), {}
-            branches.append(twin)
-        return branches
+        """Further environments at the present state, each with a sandbox of its own.
+
+        Each ends by its `stop`, or with this environment. Files of their snapshots are in ``branch-1``, ``branch-2``, …
+        beside those of this one. What commands have left running is in none of them; a warning names it.
+        """
+
+        def fork() -> list[SandboxEnvironment]:
+            _warn(self._live.lossy())
+            branches = []
+            for number, sandbox in enumerate(self._live.fork(count), len(self._branches) + 1):
+                twin = copy.copy(self)
+                twin._sandbox, twin._busy, twin._held, twin._branches = sandbox, asyncio.Lock(), {}, []
+                twin._place = self._place / f"branch-{number}"
+                branches.append(twin)
+            self._branches += branches
+            return branches
+
+        return await self._in_thread(fork)
 
     @property
     def _live(self) -> Sandbox:
@@ -206,10 +240,30 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
             raise RuntimeError("this environment is not started")
         return self._sandbox
 
-    async def _in_thread(self, call: Callable[[], _T]) -> _T:
-        """Call something that blocks; one at a time, for a sandbox is not thread-safe."""
-        async with self._busy:
-            return await asyncio.to_thread(call)
+    async def _in_thread(self, call: Callable[[], _T], stop: Stop | None = None) -> _T:
+        """Call something that blocks; one at a time, for a sandbox is not thread-safe.
+
+        A caller that is cancelled goes at once, and the call ends by itself, soon if there is a ``stop``. The next one
+        waits for that.
+        """
+        await self._busy.acquire()
+        try:
+            work = asyncio.get_running_loop().run_in_executor(None, call)
+        except BaseException:
+            self._busy.release()
+            raise
+        work.add_done_callback(lambda done: self._busy.release())
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            if stop is not None:
+                stop.set()
+            raise
+
+
+def _warn(lost: tuple[str, ...]) -> None:
+    if lost:
+        log.warning("not in the snapshot: %s", brief("; ".join(lost), 500))
 
 
 def unpack(content: bytes, target: Path) -> None:

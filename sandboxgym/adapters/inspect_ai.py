@@ -7,7 +7,8 @@ file system, ``("sandboxgym", SandboxConfig(...))`` more. In a solver, the `Sand
 1. Every sample has a sandbox of its own, closed after it. Commands run as root of the sandbox, without this machine's
    network unless it is asked for.
 2. Calls of one sample run one after the other, also where they are made at the same time. A command is killed with all
-   that it started at its time limit.
+   that it started at its time limit, and when its call is cancelled, as by a sample's time limit or Ctrl-C.
+3. Samples do not wait for each other, nor does a sandbox that is being made hold up the others.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 from inspect_ai.util import (
     ExecResult,
     OutputLimitExceededError,
@@ -32,6 +34,7 @@ from pydantic import BaseModel, ConfigDict
 
 from sandboxgym.sandbox.base import FileTooLarge, Limits, SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
+from sandboxgym.sandbox.shell.exec import Stop
 
 _NO_DIRECTORY = 126  # the exit code of Docker's exec
 _RUN = """\
@@ -81,15 +84,22 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
         """Make one sandbox, ``default``."""
         given = SandboxConfig(rootfs=config) if isinstance(config, str) else config or SandboxConfig()
         arguments = {name: getattr(given, name) for name in SandboxConfig.model_fields}
-        return {"default": await cls.start(make_sandbox(**arguments))}
+        sandbox = await anyio.to_thread.run_sync(lambda: make_sandbox(**arguments))
+        try:
+            return {"default": await cls.start(sandbox)}
+        except BaseException:  # one that is cancelled, too
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(sandbox.close)
+            raise
 
     @classmethod
     async def sample_cleanup(
         cls, task_name: str, config: Any, environments: dict[str, SandboxEnvironment], interrupted: bool
     ) -> None:
         """Close the sandboxes."""
-        for environment in environments.values():
-            await anyio.to_thread.run_sync(environment.as_type(cls).sandbox.close)
+        with anyio.CancelScope(shield=True):
+            for environment in environments.values():
+                await anyio.to_thread.run_sync(environment.as_type(cls).sandbox.close)
 
     async def exec(
         self,
@@ -105,7 +115,8 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
         """Run a command; its words and its input travel as files."""
         if user not in (None, "root", "0"):
             raise SandboxUserUnsupportedError(f"expected no user, or root, found {user!r}: a sandbox has no others")
-        return await self._in_turn(self._run, cmd, input, self._path(cwd or "."), env or {}, timeout)
+        stop = Stop()
+        return await self._in_turn(self._run, cmd, input, self._path(cwd or "."), env or {}, timeout, stop, stop=stop)
 
     async def write_file(self, file: str, contents: str | bytes) -> None:
         """Write a file; a file that exists keeps its mode."""
@@ -125,9 +136,28 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
         """Seconds: a command takes milliseconds to start."""
         return 0.2
 
-    async def _in_turn(self, work: Callable[..., Any], *arguments: Any) -> Any:
+    async def _in_turn(self, work: Callable[..., Any], *arguments: Any, stop: Stop | None = None) -> Any:
+        """Call something that blocks, and wait for its end also when cancelled, which ``stop`` brings about."""
+
+        async def set_when_cancelled() -> None:
+            try:
+                await anyio.sleep_forever()
+            finally:
+                if stop is not None:
+                    stop.set()
+
         async with self._turn:
-            return await anyio.to_thread.run_sync(work, *arguments)
+            failed: Exception | None = None
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(set_when_cancelled)
+                try:
+                    return await anyio.to_thread.run_sync(work, *arguments)
+                except Exception as error:  # the group would raise one of groups
+                    failed = error
+                finally:
+                    tasks.cancel_scope.cancel()
+            await anyio.lowlevel.checkpoint_if_cancelled()  # a command that was stopped is no failure
+            raise failed
 
     def _path(self, file: str) -> str:
         return posixpath.normpath(posixpath.join(self.directory, file))
@@ -136,7 +166,13 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
         return self.sandbox.read_file(path, limit=limit)
 
     def _run(
-        self, cmd: list[str], input: str | bytes | None, cwd: str, env: dict[str, str], timeout: int | None
+        self,
+        cmd: list[str],
+        input: str | bytes | None,
+        cwd: str,
+        env: dict[str, str],
+        timeout: int | None,
+        stop: Stop,
     ) -> ExecResult[str]:
         folder = f"/tmp/.sandboxgym-{uuid.uuid4().hex}"
         try:
@@ -145,7 +181,7 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
                 data = input.encode() if isinstance(input, str) else input
                 self.sandbox.write_file(f"{folder}/in", data)
             script = _RUN.format(folder=folder, stdin="/dev/null" if input is None else f"{folder}/in")
-            result = self.sandbox.run(script, timeout=timeout, env=env, cwd=cwd)
+            result = self.sandbox.run(script, timeout=timeout, env=env, cwd=cwd, keep=True, stop=stop)
             if result.timed_out:
                 raise TimeoutError(f"the command was killed after {timeout} seconds")
             out, err = (self._output(f"{folder}/{name}") for name in ("out", "err"))

@@ -36,6 +36,7 @@ from sandboxgym.adapters.branches import (
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotError
 from sandboxgym.sandbox.base import SandboxError
+from sandboxgym.system.refusals import tell
 from sandboxgym.system.serving import serve
 
 if TYPE_CHECKING:
@@ -45,6 +46,8 @@ log = logging.getLogger("sandboxgym")
 
 LONGEST_TEXT = 200_000
 """Characters of a command."""
+LARGEST_REQUEST = 4 * 2**20
+"""Bytes of a request by HTTP."""
 INSTRUCTIONS = """\
 A Linux sandbox of your own, with an undo that covers everything in it. It has branches: independent copies of the \
 sandbox, each with its own files and its own shell, of which "main" is there from the start. Every tool takes the name \
@@ -280,7 +283,9 @@ def make_server(branches: Branches) -> Server[Any]:
                 raise
             return failed("the branch was discarded before the call had its turn")
         except (_Refused, SandboxError, SnapshotError, OSError, ValueError) as error:
-            return failed(str(error) or type(error).__name__)
+            said = str(error) or type(error).__name__
+            tell(getattr(context.request, "client", None) or "the client", "a call", said)
+            return failed(said)
         except Exception as error:  # the agent shall know that it is no fault of its own
             log.exception("the tool %s failed", params.name)
             return failed(f"the server failed: {type(error).__name__}: {brief(str(error), 200)}")
@@ -403,5 +408,37 @@ def run_http(branches: Branches, listening: socket.socket) -> None:
         error = {"code": -32000, "message": said, "data": {"status": status}}
         return json.dumps({"jsonrpc": "2.0", "id": None, "error": error}).encode()
 
-    app = make_server(branches).streamable_http_app(host="127.0.0.1")
+    logging.getLogger("mcp.server.transport_security").setLevel(logging.ERROR)  # refusals, which `serve` logs
+    app = _whole(make_server(branches).streamable_http_app(host="127.0.0.1"), refusal)
     serve(app, listening, refusal=refusal, timeout_graceful_shutdown=1)
+
+
+def _whole(app: Any, refusal: Callable[[int, str], bytes]) -> Any:
+    """The application, which sees no requests but those whose body has come: the library logs others as failures."""
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        messages, size, more = [], 0, True
+        while more:
+            messages.append(message := await receive())
+            if message["type"] == "http.disconnect":
+                tell(scope["client"], "cut off", f"it left after {size:,} bytes of a request")
+                return
+            size += len(message.get("body", b""))
+            if size > LARGEST_REQUEST:
+                content = refusal(413, f"expected a request of at most {LARGEST_REQUEST:,} bytes, found more")
+                headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+                await send({"type": "http.response.start", "status": 413, "headers": headers})
+                await send({"type": "http.response.body", "body": content})
+                return
+            more = message.get("more_body", False)
+        messages.reverse()
+
+        async def again() -> Any:
+            return messages.pop() if messages else await receive()
+
+        await app(scope, again, send)
+
+    return served

@@ -33,7 +33,8 @@ class SandboxEnvironment:
         """Run a command; raises the library's ``Submitted`` if it says that the task is done."""
         limit, where = self.config["timeout"], cwd or self.config["cwd"] or None
         try:
-            result = self.sandbox.run(action.get("command", ""), timeout=limit, cwd=where, env=self.config["env"])
+            command, env = action.get("command", ""), self.config["env"]
+            result = self.sandbox.run(command, timeout=limit, cwd=where, env=env, keep=True)
         except (SandboxError, OSError) as error:  # for the agent, as in the other environments
             return {"output": "", "returncode": -1, "exception_info": f"The command could not be run: {error}"}
         first, _, rest = result.output.lstrip().partition("\n")

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -43,8 +43,9 @@ if TYPE_CHECKING:
 
 ESTIMATOR = "sandboxgym"
 """Name of the advantage estimator: ``trainer.algorithm.advantage_estimator``."""
-_credited: dict[str, list[tuple[list[float], float]]] = {}
-"""Advantages and reward of the rows of each prompt, in order, until `estimate` has handed them over."""
+_credited: deque[dict[str, list[tuple[list[float], float]]]] = deque(maxlen=64)
+"""Advantages and reward of the rows of each prompt, in order, until `estimate` has handed them over: batch by batch,
+the last ones, for SkyRL need not ask for those that it filters out."""
 
 
 def register() -> None:
@@ -160,7 +161,7 @@ class TreeGenerator:
                 f"all {len(uids)} trees were lost{f', the last one to: {lost[-1].error}' if lost else ''}"
             )
         if training:
-            _credited.update(
+            _credited.append(
                 {
                     uid: [(row.advantages, row.path.total_reward) for row in rows if row.tree == i]
                     for i, uid in enumerate(uids)
@@ -236,7 +237,7 @@ def estimate(
     advantages = torch.zeros(response_mask.shape, dtype=torch.float32)
     met: Counter[str] = Counter()
     for i, uid in enumerate(map(str, index)):
-        known = _credited.get(uid)
+        known = _rows_of(uid)
         if known is None and uid.removeprefix("pad").isdigit() and uid.startswith("pad"):
             continue  # SkyRL's padding, which trains nothing
         if known is None or met[uid] >= len(known):
@@ -251,8 +252,14 @@ def estimate(
         met[uid] += 1
         advantages[i, advantages.shape[1] - len(values) :] = torch.tensor(values)
     for uid, count in met.items():
-        if count < len(_credited[uid]):
-            raise ValueError(f"expected all {len(_credited[uid])} rows of prompt {uid!r}, found {count}")
-    for uid in met:
-        del _credited[uid]
+        if count < (whole := len(_rows_of(uid) or ())):
+            raise ValueError(f"expected all {whole} rows of prompt {uid!r}, found {count}")
+    for batch in _credited:
+        for uid in met:
+            batch.pop(uid, None)
     return advantages, advantages
+
+
+def _rows_of(uid: str) -> list[tuple[list[float], float]] | None:
+    """Advantages and rewards of a prompt's rows, as they were generated last; None: none are kept."""
+    return next((batch[uid] for batch in reversed(_credited) if uid in batch), None)

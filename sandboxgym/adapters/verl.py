@@ -21,13 +21,12 @@ together with ``algorithm.adv_estimator=sandboxgym``. What this module promises:
    ``loss_agg_mode="token-mean"`` and one mini-batch per step verl's loss is then the algorithm's.
 4. In validation there are independent rollouts, ``val_kwargs.n`` of each prompt.
 5. A rollout that fails is logged, and its prompts are reported to verl as failed; so is a prompt that lost its tree.
-
-Needs ``pip install verl TransferQueue``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
@@ -46,6 +45,7 @@ ESTIMATOR = "sandboxgym"
 """Name of the advantage estimator: ``algorithm.adv_estimator``."""
 ADVANTAGES = "tree_advantages"
 """Extra field of a row: an advantage for each token of the response."""
+_AGAIN = 30.0  # seconds until verl, which waits for it, is told once more of a failure
 
 
 class VerlEngine:
@@ -114,11 +114,7 @@ class TreeManager:
         return omega_conf_to_dataclass(self.config.actor_rollout_ref.model).tokenizer
 
     def __init__(
-        self,
-        config: Any,
-        llm_client: Any,
-        teacher_client: Any = None,
-        reward_loop_worker_handles: Any = None,
+        self, config: Any, llm_client: Any, teacher_client: Any = None, reward_loop_worker_handles: Any = None
     ) -> None:
         if teacher_client:
             raise ValueError("trees go without distillation, found a teacher")
@@ -136,13 +132,19 @@ class TreeManager:
         from verl.trainer.ppo.core_algos import register_adv_est
 
         register_adv_est(ESTIMATOR)(estimate)
-        return cls(*args, **options)
+        made = cls(*args, **options)
+        atexit.register(made.close)
+        return made
+
+    def close(self) -> None:
+        """End the rollouts and close the environments, as the end of the trainer's process does. Idempotent."""
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        getattr(self._envs, "close", lambda: None)()
 
     def generate_sequences(self, prompts: Any) -> None:
         """Start to roll out the trees of a batch; rows are put into verl's TransferQueue when all are complete.
 
-        Args:
-            prompts: a TensorDict of verl, with a ``uid`` per row, ``global_steps`` and in validation ``validate``.
+        The batch is a TensorDict of verl, with a ``uid`` per row, ``global_steps`` and in validation ``validate``.
         """
         rows = rows_of_batch(prompts)
         base, step = self.config.actor_rollout_ref.rollout.get("seed", 0) or 0, rows[0]["global_steps"]
@@ -168,7 +170,12 @@ class TreeManager:
             await report(["finished" if i in grown else "failure" for i in range(len(rows))])
         except Exception as error:  # nobody awaits this: the rows say that it failed
             logger.error("a rollout of %d trees failed: %s", len(rows), described(error), exc_info=error)
-            await report(["failure"] * len(rows))
+            while True:
+                try:
+                    return await report(["failure"] * len(rows))
+                except Exception as unheard:
+                    logger.error("verl was not told, again in %g s: %s", _AGAIN, described(unheard))
+                    await asyncio.sleep(_AGAIN)
 
     async def _trees(self, rows: Sequence[Mapping[str, Any]], seed: tuple[int, ...]) -> list[RolloutTree]:
         """Roll out the trees of a batch, with credit unless it is for validation."""
@@ -191,12 +198,7 @@ class TreeManager:
         return trees if validate else self._algorithm.credit(trees)
 
     def rows(self, asked: Sequence[Mapping[str, Any]], trees: Sequence[RolloutTree]) -> list[dict[str, Any]]:
-        """Rows of these trees as verl's trainer reads them, each with its ``key`` and ``tag``.
-
-        Args:
-            asked: rows of the data set, by `RolloutTree.index`.
-            trees: those that were rolled out for them.
-        """
+        """Rows of trees as verl reads them, each with its ``key`` and ``tag``; ``asked`` by `RolloutTree.index`."""
         validate = bool(asked[0].get("validate"))
         return [verl_row(row, asked[row.tree], validate) for row in token_rows(trees, credited=not validate)]
 

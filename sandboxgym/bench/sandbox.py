@@ -117,7 +117,7 @@ def _time_command(times: Times, command: Sequence[str]) -> bool:
 
 def sandboxes(rootfs: RootFS, command: str, repeats: int) -> dict[str, Times]:
     """Measure the same with a persistent shell, whose state is kept: until the next command has run."""
-    times = {name: Times() for name in ("snapshot", "restore", "snapshot and go on")}
+    times = {name: Times() for name in ("snapshot", "restore", "snapshot and go on", "fork")}
     with make_sandbox(_backend(), rootfs=rootfs) as sandbox:
         sandbox.execute("cd /root; A=1")
         for _ in range(repeats):
@@ -130,6 +130,10 @@ def sandboxes(rootfs: RootFS, command: str, repeats: int) -> dict[str, Times]:
             with times["restore"].one():
                 sandbox.restore(snap)
                 sandbox.execute("true")
+            with times["fork"].one():
+                (child,) = sandbox.fork(1)
+                child.execute("true")
+            child.close()
             sandbox.restore(start)
             snap.release()
             start.release()
@@ -199,6 +203,7 @@ def snapshot_tables(rootfs: RootFS, image: str | None, repeats: int) -> list[str
             ("files: commit; start on it", files["commit"], files["start"], "5 / 8 ms"),
             ("with a shell: snapshot; restore and `true`", whole["snapshot"], whole["restore"], "12 / 30 ms"),
             ("with a shell: snapshot and `true` in the same", whole["snapshot and go on"], None, ""),
+            ("with a shell: fork(1) and `true` in the child", None, whole["fork"], "20 ms"),
         ]
         if image:
             theirs = docker(image, command, max(3, repeats // 8))
@@ -216,7 +221,7 @@ def snapshot_tables(rootfs: RootFS, image: str | None, repeats: int) -> list[str
         for name, first, second, most in rows:
             total = (first.median if first else 0) + (second.median if second else 0)
             ratio = f"{total / ours:.1f}" if name.startswith("docker") else ""
-            lines.append(f"| {name} | {first} | {second or ''} | {ratio} | {most} |")
+            lines.append(f"| {name} | {first or ''} | {second or ''} | {ratio} | {most} |")
         lines.append("")
     return lines
 

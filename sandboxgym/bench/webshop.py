@@ -122,7 +122,7 @@ def _all_steps(times: dict[str, Times]) -> Times:
 
 def _forget(shop: Shop) -> None:
     """Empty the shop's cache of pages; searches stay cached, in the original's run as well."""
-    for cache in (shop._page, shop._observation, shop.worth):
+    for cache in (shop._page, shop.worth):
         cache.cache_clear()
 
 

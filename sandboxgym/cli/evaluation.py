@@ -38,7 +38,7 @@ from sandboxgym.cli.environments import make as make_env
 from sandboxgym.cli.support import evaluation_report as report
 from sandboxgym.cli.support.episodes import FORMAT, Key, Record, Store, Task, play
 from sandboxgym.spaces import Unicode
-from sandboxgym.system.modules import import_named
+from sandboxgym.system.modules import import_callable
 from sandboxgym.task_env import task_count
 from sandboxgym.tree.files import save_trees
 from sandboxgym.tree.page import page
@@ -191,16 +191,10 @@ def environment(env_id: str, kwargs: dict[str, Any], max_steps: int | None) -> C
         spec = find_spec(env_id)
         more = {} if max_steps is None else {"max_episode_steps": max_steps}
         return functools.partial(make_env, spec.id, {**more, **kwargs})
-    module, _, name = env_id.partition(":")
     try:
-        function: Any = import_named(module)
-        for part in name.split("."):
-            function = getattr(function, part)
+        return functools.partial(import_callable(env_id), **kwargs)
     except (ImportError, AttributeError, ValueError) as error:
         raise CommandError(f"no environment {env_id!r}: {error}", status=USAGE) from error
-    if not callable(function):
-        raise CommandError(f"{env_id}: expected a function or class that makes an environment", status=USAGE)
-    return functools.partial(function, **kwargs)
 
 
 @dataclass(frozen=True)

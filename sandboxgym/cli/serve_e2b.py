@@ -67,7 +67,8 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError("needs starlette and uvicorn: pip install 'sandboxgym[e2b]'") from error
 
     from sandboxgym.e2b.app import run
-    from sandboxgym.e2b.service import Quotas, Service
+    from sandboxgym.e2b.quotas import Quotas
+    from sandboxgym.e2b.service import Service
     from sandboxgym.sandbox.base import SandboxError
 
     keys, new = _keys(options.keys, none=options.no_key)

@@ -78,6 +78,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="TASK_REPO",
         help="build missing images with the official builder, from a repository of tasks: a directory or OWNER/NAME",
     )
+    get.add_argument(
+        "--fleet",
+        metavar="ADDRESS",
+        help="bring images to all nodes of a Ray cluster instead (auto: one that runs here), each layer from its "
+        "registry once",
+    )
     images.add_argument("--jobs", type=int, default=1, metavar="N", help="parallel builds (default: 1)")
     check = commands.add_parser(
         "check", parents=[rows, boxes], help="grade the solution and an empty change, and record the results"
@@ -269,6 +275,8 @@ class ImageState:
 
 def _images(options: argparse.Namespace, tasks: list[Task]) -> int:
     named = {task.instance_id: _image_of(options, task) for task in tasks}
+    if options.fleet is not None:
+        return _to_nodes(options.fleet, sorted({image for image in named.values() if _is_docker(image)}))
     states = _states(named)
     wanted = {state.image for state in states if not state.present and not state.error and _is_docker(state.image)}
     if wanted and options.pull:
@@ -288,6 +296,26 @@ def _images(options: argparse.Namespace, tasks: list[Task]) -> int:
     else:
         _print_table(states)
     return OK if all(state.present for state in states) else FAILED
+
+
+def _to_nodes(address: str, images: Sequence[str]) -> int:
+    """Bring images to all nodes of a cluster, and print how much of them each has then."""
+    from gymnasium.error import DependencyNotInstalled
+
+    from sandboxgym.workers.env_host import FleetError
+    from sandboxgym.workers.nodes.cluster import connect
+    from sandboxgym.workers.nodes.images import FleetImages
+
+    try:
+        connect(address)
+        with contextlib.closing(FleetImages()) as fleet:
+            fleet.prefetch(images)
+            there = fleet.holders(images)
+    except (FleetError, SandboxError, DependencyNotInstalled) as error:
+        raise CommandError(harmless(str(error))) from error
+    for node, nbytes in there.items():
+        print(f"node {node[:8]}: images {len(images)}, {nbytes_text(nbytes)}")
+    return OK
 
 
 def _image_of(options: argparse.Namespace, task: Task) -> str:

@@ -24,6 +24,7 @@ from sandboxgym.conformance.reports import formats as reports
 from sandboxgym.conformance.runner import Report, all_checks, run
 from sandboxgym.conformance.subject import Subject
 from sandboxgym.registration import nearest_named
+from sandboxgym.system.modules import import_callable, import_named
 
 if TYPE_CHECKING:
     from sandboxgym.conformance.supervision.supervised import Watched
@@ -247,7 +248,7 @@ def prepared(options: argparse.Namespace) -> list[Subject]:
         sys.path.append(os.getcwd())
     asked(options)
     for module in options.modules:
-        importlib.import_module(module)
+        import_named(module)
     arguments_of_env, hooks = parse_arguments(options.make_kwargs), parse_hooks(options.hook)
     hooks["reset_options"] = parse_reset_options(options.reset_options)
     ways = [arguments_of_env, *({**arguments_of_env, **parse_arguments([text])} for text in options.beside)]
@@ -355,15 +356,9 @@ def parse_hooks(texts: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for text in texts:
         name, _, target = text.partition("=")
-        module, _, path = target.partition(":")
-        if name not in HOOKS or not path:
+        if name not in HOOKS or not target.partition(":")[2]:
             raise ValueError(f"expected --hook {'|'.join(HOOKS)}=module:function, found {text!r}")
-        function: Any = importlib.import_module(module)
-        for part in path.split("."):
-            function = getattr(function, part)
-        if not callable(function):
-            raise ValueError(f"--hook {text}: expected a function, found {function!r}")
-        found[name] = function
+        found[name] = import_callable(target)
     return found
 
 

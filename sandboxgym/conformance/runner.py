@@ -256,6 +256,7 @@ def run(
         budget = Budget.named(budget)
     subject.reseed(seed)
     chosen = all_checks(levels=levels, only=only)
+    _load_libraries(subject)
     call = pace(subject)
     budget = budget.paced(call)
     load = _load()
@@ -354,6 +355,12 @@ def shortened(subject: Subject, result: Result, budget: Budget) -> Result:
         return result
     evidence = {**result.evidence, "difference": found.difference}
     return replace(result, counterexample=found.script, evidence=evidence)
+
+
+def _load_libraries(subject: Subject) -> None:
+    """Make an environment once, so that settings of the libraries that it loads are among what is put back."""
+    with contextlib.suppress(Exception), preserved(), quiet():  # what makes that fail is told by the checks
+        subject.make_env().close()
 
 
 def pace(subject: Subject) -> float:

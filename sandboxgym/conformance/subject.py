@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ import sandboxgym
 from sandboxgym.conformance.harness.canonical import Canonical, canonical
 from sandboxgym.conformance.supervision import pulse
 from sandboxgym.core import SnapshotSpec, Transition
+from sandboxgym.system.modules import import_callable
 
 AnyEnv = gym.Env[Any, Any]
 Policy = Literal["on", "off"]
@@ -60,10 +60,7 @@ class MakeSpec:
         module, _, name = self.target.partition(":")
         if not module or not name:
             raise ValueError(f"expected a Gymnasium id (…-v0) or module:function, found {self.target!r}")
-        function: Any = importlib.import_module(module)
-        for part in name.split("."):
-            function = getattr(function, part)
-        return functools.partial(function, **self.kwargs)
+        return functools.partial(import_callable(self.target), **self.kwargs)
 
     def source(self) -> str:
         """Python source that defines ``make_env``."""

@@ -20,7 +20,8 @@ from starlette.routing import Route
 from sandboxgym.brief import brief
 from sandboxgym.e2b import control, envd
 from sandboxgym.e2b.control import Handler
-from sandboxgym.e2b.service import Refused, Service, refusal
+from sandboxgym.e2b.quotas import Refused
+from sandboxgym.e2b.service import Service, refusal
 from sandboxgym.system.serving import Patience, serve
 
 log = logging.getLogger("sandboxgym")

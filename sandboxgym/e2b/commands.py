@@ -5,7 +5,8 @@
 2. Output goes to the clients that are connected at that time. One that reads too slowly makes the command wait, as a
    full pipe does; without clients output is read and dropped.
 3. A command ends when its process does. What it left in the background continues, its output is dropped.
-4. `Commands` belongs to the event loop and never waits; the functions, which wait for the sandbox, to threads.
+4. While the sandbox is captured (`Commands.deafen`), no pipe is read or written: what waits in it is copied.
+5. `Commands` belongs to the event loop and never waits; the functions, which wait for the sandbox, to threads.
 """
 
 from __future__ import annotations
@@ -194,6 +195,8 @@ class Commands:
         self._open_pipe = open_pipe
         self._running: dict[int, Command] = {}
         self._number = 0
+        self._moves = asyncio.Event()  # unset while nothing may be read or written
+        self._moves.set()
         self.stale: list[str] = []
         """Directories of ended commands, which the next one removes."""
 
@@ -241,7 +244,8 @@ class Commands:
                 self._open(command)
 
     def deafen(self) -> None:
-        """Stop reading, so that output waits in the pipes until `go_on`: before the sandbox is captured."""
+        """Stop reading and writing until `go_on`, before the sandbox is captured: output waits in the pipes."""
+        self._moves.clear()
         loop = asyncio.get_running_loop()
         for command in self._running.values():
             for descriptor in command.descriptors.values():
@@ -254,6 +258,7 @@ class Commands:
             replaced: the sandbox continues as a copy of itself. What waited in the old pipes waits in the copy's, too,
                 except for commands that had ended before the copy was made.
         """
+        self._moves.set()
         for command in list(self._running.values()):
             if not replaced:
                 for name in command.descriptors:
@@ -337,7 +342,7 @@ class Commands:
 
     def _relax(self, command: Command) -> None:
         """Read on after a client took something, if none is behind."""
-        if all(client.qsize() < _WAITING // 2 for client in command.clients):
+        if self._moves.is_set() and all(client.qsize() < _WAITING // 2 for client in command.clients):
             for name in command.descriptors:
                 self._watch(command, name)
 
@@ -374,6 +379,7 @@ class Commands:
             command.started.set()
             command.ended.set()
         self._running = {}
+        self._moves.set()
 
     def join(self, command: Command) -> asyncio.Queue[Message]:
         """Let one more client have the events of a command from now on, by `events`; `leave` ends it."""
@@ -421,6 +427,7 @@ class Commands:
             raise Failure("failed_precondition", "the command was started without stdin")
         left = memoryview(data)
         while left:
+            await self._moves.wait()
             if command.ended.is_set():
                 raise Failure("not_found", "the command has ended")
             try:

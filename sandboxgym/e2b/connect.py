@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 
 from sandboxgym.brief import brief
 from sandboxgym.e2b.messages import BadMessage, Message, decode, encode, envelope
+from sandboxgym.system.refusals import tell
 
 log = logging.getLogger("sandboxgym")
 
@@ -123,9 +124,10 @@ async def serve(request: Request, method: Method) -> Response:
     except Exception as error:  # of any type: the client gets it in the protocol's form
         failure = _failure(error, method)
         if streams:
+            _tell(request, failure)
             return Response(envelope(json.dumps({"error": failure.body()}).encode(), _END), media_type=kind)
         return Response(json.dumps(failure.body()), _STATUS[failure.code], media_type="application/json")
-    return StreamingResponse(_answers(method, call, binary=binary), media_type=kind)
+    return StreamingResponse(_answers(request, method, call, binary=binary), media_type=kind)
 
 
 async def body_of(request: Request, limit: int) -> bytes:
@@ -160,7 +162,13 @@ async def chunks_of(request: Request) -> AsyncIterator[bytes]:
         yield chunk
 
 
-async def _answers(method: Method, call: Call, *, binary: bool) -> AsyncIterator[bytes]:
+def _tell(request: Request, failure: Failure) -> None:
+    """Log a refused stream, whose status says nothing."""
+    if failure.code not in ("not_found", "deadline_exceeded"):  # which programs ask for
+        tell(request.client, failure.code, f"{request.url.path[:80]}: {failure}")
+
+
+async def _answers(request: Request, method: Method, call: Call, *, binary: bool) -> AsyncIterator[bytes]:
     end: dict[str, Any] = {}
     try:
         assert method.stream is not None
@@ -168,7 +176,9 @@ async def _answers(method: Method, call: Call, *, binary: bool) -> AsyncIterator
             async for message in messages:
                 yield envelope(encode(method.gives, message, binary=binary))
     except Exception as error:  # of any type: a stream's error is its last message, as its status is sent
-        end = {"error": _failure(error, method).body()}
+        failure = _failure(error, method)
+        _tell(request, failure)
+        end = {"error": failure.body()}
     yield envelope(json.dumps(end).encode(), _END)
 
 

@@ -20,7 +20,8 @@ from starlette.responses import JSONResponse, Response
 
 from sandboxgym.brief import brief
 from sandboxgym.e2b.connect import Failure, body_of
-from sandboxgym.e2b.service import Box, Kept, Refused, Service, Tenant
+from sandboxgym.e2b.quotas import Refused
+from sandboxgym.e2b.service import Box, Kept, Service, Tenant
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
 
 ENVD_VERSION = "0.6.0"
@@ -228,8 +229,8 @@ async def refresh(request: Request, service: Service, tenant: Tenant) -> Respons
     box = _box(request, service, tenant)
     seconds = (await _given(request)).get("duration", int, 60)
     service.check_seconds(seconds)
-    if box.paused is None and time.time() + seconds > box.ends:
-        service.set_deadline(box, seconds)
+    if box.paused is None:
+        service.extend(box, seconds)
     return Response(status_code=204)
 
 

@@ -29,7 +29,8 @@ from sandboxgym.e2b import files
 from sandboxgym.e2b.commands import Command, end_input, signal, start
 from sandboxgym.e2b.connect import LONGEST_STREAM, Call, Failure, Method, body_of, chunks_of, serve
 from sandboxgym.e2b.messages import Message
-from sandboxgym.e2b.service import Box, Refused, Service, refusal
+from sandboxgym.e2b.quotas import Refused
+from sandboxgym.e2b.service import Box, Service, refusal
 from sandboxgym.sandbox.base import FileTooLarge, SandboxError, SandboxFull
 from sandboxgym.sandbox.sandbox import Sandbox
 
@@ -64,11 +65,21 @@ def name_of(request: Request, service: Service) -> tuple[str, int] | None:
 
 
 STREAM_INPUT = "/process.Process/StreamInput"
-"""Path of the one method whose request goes on for as long as the client has input."""
+"""Path of the one method whose request continues for as long as the client has input."""
 
 
 async def answer(request: Request, service: Service, name: str, port: int) -> Response:
     """Answer one request for a sandbox."""
+    try:
+        return await _answer(request, service, name, port)
+    except ClientDisconnect:
+        return Response(status_code=499)
+    except Exception as error:  # of any type: the client gets it as JSON
+        refused = refusal(error)
+        return _plain(502 if refused.status == 404 else refused.status, f"{refused}", sandboxId=name)
+
+
+async def _answer(request: Request, service: Service, name: str, port: int) -> Response:
     try:
         box = service.find(None, name)
         if (box.paused is not None and not box.resumes) or await service.has_ended(box):
@@ -95,14 +106,12 @@ async def answer(request: Request, service: Service, name: str, port: int) -> Re
                 pass
         if path == "/files" and request.method in ("GET", "POST"):
             return await _files(request, service, box)
-        method = _Session(service, box, request).methods().get(path)
-        if method is None or request.method != "POST":
-            return _plain(404, f"{request.method} {brief(path, 80)} is not served")
-        return await serve(request, method)
     except Refused as error:
         return _plain(502 if error.status == 404 else error.status, f"{error}: the sandbox was not found")
-    except ClientDisconnect:
-        return Response(status_code=499)
+    method = _Session(service, box, request).methods().get(path)
+    if method is None or request.method != "POST":
+        return _plain(404, f"{request.method} {brief(path, 80)} is not served")
+    return await serve(request, method)
 
 
 def _plain(status: int, message: str, **more: Any) -> Response:

@@ -17,13 +17,16 @@ import secrets
 import string
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import anyio
+
 from sandboxgym.brief import brief
 from sandboxgym.e2b.commands import FOLDER, HOME, Command, Commands
+from sandboxgym.e2b.quotas import Quotas, Rate, Refused
 from sandboxgym.errors import SnapshotError
 from sandboxgym.sandbox.base import Limits, SandboxError, SandboxFull
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
@@ -41,54 +44,6 @@ _PREPARE = (
     f"mkdir -p {HOME} {FOLDER} /etc/profile.d; "
     "printf 'export PATH=%q\\n' \"$PATH\" > /etc/profile.d/00-path.sh; cd /"
 )  # a login shell, as the SDK starts one, would forget the programs of the root file system
-
-
-class Refused(Exception):
-    """A request that cannot be done, with the HTTP status and message of the answer."""
-
-    def __init__(self, status: int, message: str, *, retry: float | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.retry = retry
-        """Seconds after which it may be tried again; None: that is of no use."""
-
-
-@dataclass(frozen=True, slots=True)
-class Quotas:
-    """Limits of one API key."""
-
-    sandboxes: int = 20
-    """Live at one time, those that are being made among them."""
-    kept: int = 100
-    """Snapshots and paused sandboxes."""
-    requests: float = 100.0
-    """Requests of the control plane per second."""
-    creations: float = 20.0
-    """Sandboxes made per second; a fork of twenty counts as twenty."""
-    longest: int = 86_400
-    """Seconds of a sandbox's time limit at most."""
-
-
-class Rate:
-    """A token bucket that holds what ten seconds bring, and at least one request."""
-
-    def __init__(self, each_second: float) -> None:
-        self._rate, self._most = each_second, max(1.0, 10 * each_second)
-        self._left, self._at = self._most, time.monotonic()
-
-    def take(self, number: int = 1) -> None:
-        """Count requests.
-
-        Raises:
-            Refused: they are too many.
-        """
-        now = time.monotonic()
-        self._left = min(self._most, self._left + (now - self._at) * self._rate)
-        self._at = now
-        if self._left < number:
-            missing = (min(number, self._most) - self._left) / self._rate
-            raise Refused(429, f"rate limit of {self._rate:g} per second exceeded", retry=max(1.0, missing))
-        self._left -= number
 
 
 @dataclass(eq=False)
@@ -147,6 +102,8 @@ class Box:
     token: str = field(default_factory=lambda: secrets.token_hex(20))
     started: float = field(default_factory=time.time)
     ends: float = 0.0
+    """Deadline as clients are told it, by the wall clock; `due` is the same on the clock that nobody sets."""
+    due: float = 0.0
     timer: asyncio.TimerHandle | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     closed: bool = False
@@ -168,6 +125,8 @@ class Tenant:
     kept: dict[str, Kept] = field(default_factory=dict)
     reserved: int = 0
     """Sandboxes that are being made."""
+    keeping: int = 0
+    """Snapshots and paused sandboxes that are being made."""
     made: dict[str, asyncio.Task[Box]] = field(default_factory=dict)
     """Sandboxes by the idempotency keys of their creation."""
 
@@ -211,7 +170,7 @@ class Service:
         self._templates_lock = asyncio.Lock()
         self._boxes: dict[str, Box] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._closing = False
+        self._over = asyncio.Event()
 
     def _tenant(self) -> Tenant:
         return Tenant(Rate(self.quotas.requests), Rate(self.quotas.creations))
@@ -232,8 +191,23 @@ class Service:
         raise Refused(401, "the API key is not known here")
 
     async def work(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call a function in one of the service's threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._pool, lambda: function(*arguments, **options))
+        """Call a function in one of the service's threads.
+
+        A caller that is cancelled, as by a client's time limit, waits for its end, and keeps its lock: no two threads
+        use one sandbox. Only the end of the service is not held up.
+        """
+        loop = asyncio.get_running_loop()
+        thread = loop.run_in_executor(self._pool, lambda: function(*arguments, **options))
+        try:
+            return await asyncio.shield(thread)
+        except asyncio.CancelledError:
+            with anyio.CancelScope(shield=True):  # of Starlette's scopes, which cancel again and again
+                over = loop.create_task(self._over.wait())
+                while not (thread.done() or over.done()):
+                    with contextlib.suppress(asyncio.CancelledError):
+                        await asyncio.wait((thread, over), return_when=asyncio.FIRST_COMPLETED)
+                over.cancel()
+            raise
 
     # Templates
 
@@ -396,12 +370,16 @@ class Service:
         try:
             pristine, _ = await self._template(snap.template)
             held = snap.snapshot.retain()
+            children: list[Sandbox] = []
             try:
                 async with self._templates_lock:
                     children = await self.work(pristine.fork, count)
                 started = await asyncio.gather(
                     *(self.work(_restored, child, held) for child in children), return_exceptions=True
                 )
+            except BaseException:  # a call that is cancelled, too, leaves no sandbox behind
+                await asyncio.gather(*(self.work(child.close) for child in children))
+                raise
             finally:
                 held.release()
             made: list[Box | Exception] = []
@@ -416,7 +394,7 @@ class Service:
                 self._boxes[box.id] = tenant.boxes[box.id] = box
                 self.set_deadline(box, seconds)
                 made.append(box)
-            if self._closing:
+            if self._over.is_set():
                 await asyncio.gather(*(self.kill(box) for box in made if isinstance(box, Box)))
                 raise Refused(503, "the server is closing")
             return made
@@ -424,7 +402,7 @@ class Service:
             tenant.reserved -= count
 
     def _reserve(self, tenant: Tenant, count: int) -> None:
-        if self._closing:
+        if self._over.is_set():
             raise Refused(503, "the server is closing")
         live = sum(box.paused is None for box in tenant.boxes.values()) + tenant.reserved
         if live + count > self.quotas.sandboxes:
@@ -439,18 +417,23 @@ class Service:
         """Let a sandbox end that many seconds from now."""
         if box.timer is not None:
             box.timer.cancel()
-        box.ends = time.time() + seconds
         loop = asyncio.get_running_loop()
+        box.ends, box.due = time.time() + seconds, loop.time() + seconds
 
-        def expire() -> None:
-            task = loop.create_task(self._expire(box))
+        def expire(due: float) -> None:
+            task = loop.create_task(self._expire(box, due))
             self._tasks.add(task)  # or it could be collected before it is done
             task.add_done_callback(self._tasks.discard)
 
-        box.timer = loop.call_later(seconds, expire)
+        box.timer = loop.call_at(box.due, expire, box.due)
 
-    async def _expire(self, box: Box) -> None:
-        if box.closed or box.paused is not None or box.ends > time.time() + 0.5:
+    def extend(self, box: Box, seconds: float) -> None:
+        """Let a sandbox live for that many seconds from now, unless it does anyway."""
+        if asyncio.get_running_loop().time() + seconds > box.due:
+            self.set_deadline(box, seconds)
+
+    async def _expire(self, box: Box, due: float) -> None:
+        if box.closed or box.paused is not None or box.due != due:  # it was given more time
             return
         try:
             if box.pauses:
@@ -539,8 +522,8 @@ class Service:
     async def pause(self, box: Box, *, fully: bool | None) -> Snap:
         """End a sandbox's processes and keep its state under its id."""
         async with self.using(box) as sandbox:
-            self._check_kept(box.tenant)
-            snap = await self._capture(box, sandbox, fully=fully)
+            with self._keeping(box.tenant):
+                snap = await self._capture(box, sandbox, fully=fully)
             box.commands.end_all()
             box.sandbox, box.paused = None, snap
             await self.work(sandbox.close)
@@ -559,8 +542,7 @@ class Service:
             if box.closed:
                 raise Refused(404, f"sandbox {box.id} not found")
             if box.paused is None:
-                if time.time() + seconds > box.ends:
-                    self.set_deadline(box, seconds)
+                self.extend(box, seconds)
                 return False
             await self._resume(box, seconds, files_only=files_only)
             return True
@@ -623,13 +605,13 @@ class Service:
         async with box.lock:
             if box.closed:
                 raise Refused(404, f"sandbox {box.id} not found")
-            self._check_kept(box.tenant)
-            if box.paused is not None:
-                old = box.paused
-                snap = Snap(old.snapshot.retain(), old.template, old.commands, old.number)
-            else:
-                assert box.sandbox is not None
-                snap = await self._capture(box, box.sandbox, fully=fully)
+            with self._keeping(box.tenant):
+                if box.paused is not None:
+                    old = box.paused
+                    snap = Snap(old.snapshot.retain(), old.template, old.commands, old.number)
+                else:
+                    assert box.sandbox is not None
+                    snap = await self._capture(box, box.sandbox, fully=fully)
         if name is not None:
             for other in box.tenant.kept.values():
                 if name in other.names:
@@ -649,14 +631,21 @@ class Service:
         del tenant.kept[kept.id]
         kept.snap.snapshot.release()
 
-    def _check_kept(self, tenant: Tenant) -> None:
-        number = len(tenant.kept) + sum(box.paused is not None for box in tenant.boxes.values())
+    @contextlib.contextmanager
+    def _keeping(self, tenant: Tenant) -> Iterator[None]:
+        """Count a snapshot against the quota while it is taken."""
+        number = len(tenant.kept) + sum(box.paused is not None for box in tenant.boxes.values()) + tenant.keeping
         if number >= self.quotas.kept:
             raise Refused(429, f"at most {self.quotas.kept} snapshots and paused sandboxes are kept at one time")
+        tenant.keeping += 1
+        try:
+            yield
+        finally:
+            tenant.keeping -= 1
 
     async def close(self) -> None:
         """End everything."""
-        self._closing = True
+        self._over.set()
         await asyncio.gather(*(self.kill(box) for box in list(self._boxes.values())), return_exceptions=True)
         for tenant in [self._everybody, *(self._tenants or {}).values()]:
             for name in list(tenant.kept):

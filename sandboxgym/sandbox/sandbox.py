@@ -46,7 +46,7 @@ from sandboxgym.sandbox.base import (
 )
 from sandboxgym.sandbox.layers.written import Written
 from sandboxgym.sandbox.shell.aftermath import Moment, births_of, end_started, started_since
-from sandboxgym.sandbox.shell.exec import collect
+from sandboxgym.sandbox.shell.exec import KEEPING, Stop, collect
 from sandboxgym.sandbox.shell.session import Interaction, Shell, is_dying
 from sandboxgym.sandbox.shell.state import ShellState
 from sandboxgym.sandbox.snapshot import VERSION, SandboxSnapshot
@@ -174,6 +174,8 @@ class Sandbox:
         cwd: str | None = None,
         output: int | None = None,
         most: int | None = None,
+        keep: bool = False,
+        stop: Stop | None = None,
     ) -> Result:
         """Run a command in a bash of its own, without a terminal, its output in a pipe and no input.
 
@@ -185,6 +187,9 @@ class Sandbox:
             cwd: directory, by default the one the sandbox was made with.
             output: bytes that are kept of what it prints, by default the limit.
             most: bytes that it may print before it is killed, as at the time limit; by default any number.
+            keep: what it leaves in the background continues, as after ``docker exec``, where there is a program
+                ``setsid``; by default only what has left its session does (with the backend ``"copy"``, all).
+            stop: another thread sets it to have the command killed, as at the time limit.
         """
         self._live()
         if len(command) > LONGEST_COMMAND:
@@ -194,7 +199,7 @@ class Sandbox:
         older = births_of([] if shell is None or shell.pid is None else [shell.pid])
         since = Moment.now()
         process = self.backend.spawn(
-            ["bash", "--norc", "--noprofile", "-c", command],
+            ["bash", "--norc", "--noprofile", "-c", *([KEEPING] if keep else []), command],
             env={**self._env, **(env or {})},
             cwd=self._workdir if cwd is None else cwd,
         )
@@ -204,12 +209,14 @@ class Sandbox:
                 self.limits.seconds if timeout is None else timeout,
                 self.limits.output if output is None else output,
                 most=most,
+                keep=keep,
                 end=lambda: end_started(self.backend, since, older=older),
+                stop=stop,
             )
         finally:
             process.kill()
             process.close()
-        if process.relayed and not result.timed_out:
+        if process.relayed and not keep and not result.timed_out:
             # The daemon tells of the end late: what left its parents by then is no longer known as their offspring.
             with contextlib.suppress(SandboxClosed):
                 if started_since(self.backend.processes(), since, older=older, shell=None):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any, cast
 
 
 def import_named(module: str) -> ModuleType:
@@ -25,6 +27,28 @@ def import_named(module: str) -> ModuleType:
         del sys.modules[module]  # or it would hide the package once that is installed
         raise missing(module)
     return found
+
+
+def import_callable(target: str) -> Callable[..., Any]:
+    """Import a function or class.
+
+    Args:
+        target: ``module:name``; dots in the name lead into classes.
+
+    Raises:
+        ImportError: as of `import_named`.
+        AttributeError: the module has no such name.
+        ValueError: the text is no ``module:name``, or what it names cannot be called.
+    """
+    module, _, path = target.partition(":")
+    if not module or not path:
+        raise ValueError(f"expected module:function, found {target!r}")
+    found: Any = import_named(module)
+    for part in path.split("."):
+        found = getattr(found, part)
+    if not callable(found):
+        raise ValueError(f"expected a function or class, found {found!r} as {target}")
+    return cast("Callable[..., Any]", found)
 
 
 def explained(module: str, error: ModuleNotFoundError) -> ModuleNotFoundError:

@@ -7,12 +7,12 @@
    that takes some is not, however slow it is.
 3. Beyond `Patience.connections`, a new one is answered by status 503 and closed.
 4. What is said with these statuses is in the form of the protocol that is served (`Refusal`).
+5. Requests that are refused, by status 400 or higher, are logged: `refusals.Refusals` says how often.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import signal
 import socket
 from collections.abc import Callable, Collection
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from sandboxgym.system.refusals import tell
+
 if TYPE_CHECKING:
     import uvicorn
-
-log = logging.getLogger("sandboxgym")
 
 Refusal = Callable[[int, str], bytes]
 """Makes the content of an error's answer, as JSON, of its status and message."""
@@ -59,7 +59,7 @@ def make_server(
         app: the application.
         refusal: content of the answers to clients that are too slow or too many.
         patience: how long clients are waited for.
-        open_ended: paths whose requests may go on for as long as the client likes.
+        open_ended: paths whose requests may continue for as long as the client likes.
         options: further settings of ``uvicorn.Config``.
 
     Raises:
@@ -70,7 +70,7 @@ def make_server(
     patience = patience or Patience()
     timed = _TimedBodies(app, refusal, patience, frozenset(open_ended))
     http = _timed_protocol(refusal, patience)
-    return uvicorn.Server(uvicorn.Config(timed, log_level="warning", lifespan="on", http=http, **options))
+    return uvicorn.Server(uvicorn.Config(telling(timed), log_level="warning", lifespan="on", http=http, **options))
 
 
 def serve(app: Any, listening: socket.socket, **options: Any) -> None:
@@ -87,6 +87,42 @@ def serve(app: Any, listening: socket.socket, **options: Any) -> None:
     # uvicorn ends by sending itself the signal that it has dealt with.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     make_server(app, **options).run(sockets=[listening])
+
+
+class _Logger:
+    """Logger of a connection: uvicorn's, but that warnings, which a client's garbage brings about, are refusals."""
+
+    def __init__(self, logger: Any, client: Any) -> None:
+        self._logger, self._client = logger, client
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._logger, name)
+
+    def warning(self, message: str) -> None:
+        tell(self._client, message, message)
+
+
+def telling(app: Any) -> Any:
+    """The application, whose refusals are logged with the beginning of what it says."""
+
+    async def served(scope: Any, receive: Any, send: Any) -> None:
+        status = 0
+
+        async def told(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            elif status >= 400:
+                what = (
+                    f"{scope['method']} {scope['path'][:80]}: {message.get('body', b'')[:200].decode(errors='replace')}"
+                )
+                tell(scope["client"], f"status {status}", what)
+                status = 0
+            await send(message)
+
+        await app(scope, receive, told if scope["type"] == "http" else send)
+
+    return served
 
 
 class _TimedBodies:
@@ -130,7 +166,6 @@ class _TimedBodies:
                 raise
         if late and not begun:
             said = f"the body of the request did not come within {self._patience.body:g} seconds"
-            log.info("%s %.80s: %s", scope["method"], ascii(scope["path"]), said)
             content = self._refusal(408, said)
             headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
             headers.append((b"content-length", str(len(content)).encode()))
@@ -143,12 +178,14 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
     class Timed(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        logger: Any
         _headers: asyncio.TimerHandle | None = None
         _answer: asyncio.TimerHandle | None = None
         _unsent = 0
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self.logger = _Logger(self.logger, self.client)
             if len(self.connections) > patience.connections:
                 self._refuse(503, f"the server has {patience.connections} connections, as many as it takes")
             else:
@@ -190,7 +227,7 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
             left, over = self.transport.get_write_buffer_size(), self.transport.is_closing()
             more = not over and not self.flow.write_paused and (self._answering() or self._handed_over())
             if left >= self._unsent > 0 and not more:
-                log.info("cut off a client that took nothing of its answer for %g seconds", patience.answer)
+                tell(self.client, "cut off", f"it took nothing of its answer for {patience.answer:g} seconds")
                 self.transport.abort()
             elif left or (not over and (self._answering() or self._handed_over())):
                 self._watch()
@@ -208,7 +245,7 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
             self._headers = self.loop.call_later(patience.headers, self._refuse, 408, said)
 
         def _refuse(self, status: int, said: str) -> None:
-            log.info("refused a client: %s", said)
+            tell(self.client, f"status {status}", said)
             content = refusal(status, said)
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             head += f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"

@@ -9,6 +9,7 @@
 3. One call at a time is under way on an environment, in a thread. An environment is never given back, and a rollout
    never ends, in the middle of a call; nothing can interrupt one that hangs, so environments need timeouts of their own
    (``timeout`` of `sandboxgym.workers.remote.RemoteEnv` and `sandboxgym.workers.pool.PooledEnvs`).
+   A ``timeout`` of the rollout drops the paths that have not ended, and waits for these calls, too.
 4. After an error or a cancellation all environments are back, all snapshots released, all threads and tasks gone.
 """
 
@@ -19,21 +20,24 @@ import inspect
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import gymnasium as gym
 
 from sandboxgym.tree.envs import EnvSource, described, guarded, logger
-from sandboxgym.tree.live import Acting, Checkpoint, LivePath
+from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
 from sandboxgym.tree.lockstep import Driver, same
 from sandboxgym.tree.nodes import Action, Edge, Node, PathKey, RolloutTree
 from sandboxgym.tree.rollout import Clock, Context, Failure, Look
 from sandboxgym.tree.schedules import Schedule
 from sandboxgym.wrappers.jobs import Begun
+
+if TYPE_CHECKING:
+    from sandboxgym.tree.journal import Journal
 
 T = TypeVar("T")
 
@@ -68,6 +72,8 @@ async def rollout_async(
     failures: list[Failure] | None = None,
     look: Look | None = None,
     capture_every: int = 0,
+    journal: Journal | None = None,
+    timeout: float | None = None,
 ) -> list[RolloutTree]:
     """Roll out one tree per task, every path by itself; the trees are those of `rollout`.
 
@@ -89,17 +95,25 @@ async def rollout_async(
             dropped path that had started, too.
         look: see there.
         capture_every: see there.
+        journal: see there; either driver continues what the other has written.
+        timeout: see there. At the deadline the policy's calls are cancelled, and environments finish the calls that are
+            under way; a path takes forks along that have ended already.
 
     Raises:
+        ValueError: a journal was given with ``look``.
+        TimeoutError: of the timeout, unless there are ``retries``.
         TypeError: the policy is not asynchronous.
         Exception: whatever an environment (unless there are ``retries``) or the policy raised first.
         RuntimeError: a call of the policy was cancelled, and not by this rollout.
     """
     places = indices if indices is not None else range(len(tasks))
     failed: list[Failure] = failures if failures is not None else []
-    given = (envs, policy, schedule, seed, clock or Clock(), retries, failed, look, capture_every)
-    way = Asynchronous(*given, max_live=max_live)
-    return await way.run(tasks, places)
+    given = (envs, policy, schedule, seed, clock or Clock(), retries, failed, look, capture_every, timeout)
+    if journal is None:
+        return await Asynchronous(*given, max_live=max_live).run(tasks, places)
+    from sandboxgym.tree.journal import JournaledAsynchronous  # which is made of what is defined here
+
+    return await JournaledAsynchronous(journal, *given, max_live=max_live).run(tasks, places)
 
 
 @dataclass(slots=True, eq=False)
@@ -137,10 +151,11 @@ class Asynchronous(Driver):
         failures: list[Failure],
         look: Look | None = None,
         capture_every: int = 0,
+        timeout: float | None = None,
         *,
         max_live: int,
     ) -> None:
-        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look, capture_every)
+        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look, capture_every, timeout)
         if max_live < 1:
             raise ValueError(f"expected max_live to be at least 1, found {max_live}")
         self.policy, self.max_live = policy, max_live
@@ -152,7 +167,8 @@ class Asynchronous(Driver):
         self.dropped: set[Identity] = set()
         self.failed: list[tuple[Failure, int]] = []
         self.busy = self.starting = 0
-        self.stopping = False
+        self.stopping = self.over = False
+        self.timer: asyncio.Task[None] | None = None
         self.waits = _Waits()
         self.given: list[Future[None]] = []
         # Sources of environments are not made for several threads, and to make an environment may take long.
@@ -169,6 +185,8 @@ class Asynchronous(Driver):
         try:
             async with asyncio.TaskGroup() as self.group:
                 self.fill()
+                if self.timeout is not None and self.busy:
+                    self.timer = self.group.create_task(self.expire(self.timeout))
             complete = True
         except BaseExceptionGroup as group:
             errors = group.exceptions
@@ -208,7 +226,9 @@ class Asynchronous(Driver):
         try:
             env = await self.obtained()
             self.starting -= 1
-            if self.waiting:
+            if env is None:
+                pass
+            elif self.waiting:
                 await self.walk(*self.waiting.pop(0), env)
             elif self.resets:
                 await self.reset(*self.resets.popleft(), env)
@@ -219,13 +239,35 @@ class Asynchronous(Driver):
             raise
         self.busy -= 1
         self.fill()
+        if not self.busy and self.timer is not None:
+            self.timer.cancel()
+
+    async def expire(self, seconds: float) -> None:
+        """Wait for the deadline, then drop what has not ended.
+
+        Raises:
+            TimeoutError: where there are no ``retries``.
+        """
+        await _passed(seconds)
+        self.over = True
+        try:
+            if not self.retries:
+                raise self.late
+            for run in self.live_paths():
+                self.drop_late(run)
+            self.drop_waiting()
+            self.leave_out([index for _, index in self.resets])
+            self.resets.clear()
+        except BaseException:
+            self.stopping = True
+            raise
 
     async def reset(self, task: Any, index: int, env: gym.Env[Any, Any]) -> None:
         """Reset to a task and capture the root, at which its independent rollouts wait."""
         for retries_left in reversed(range(self.retries + 1)):
             reset = self.resetting(task, index)
             try:
-                outcome = await self.call(partial(reset.begin, env))
+                outcome = await self.ask(reset, partial(reset.begin, env))
             except BaseException:
                 reset.forget()
                 raise
@@ -233,15 +275,21 @@ class Asynchronous(Driver):
                 begun, seconds, _ = outcome
                 self.trees[index] = self.planted(reset, begun, seconds, self.roots[index])
                 self.give(env)
+                if self.over:
+                    self.drop_waiting()
                 return
             reset.forget()
             if not self.retries:
                 raise outcome
             await self.in_source(partial(super().discard, env))
-            dropped = 0 if retries_left else self.roots[index]
-            self.record_failure(Failure(index, (), 0, described(outcome), dropped))
-            if retries_left:
-                env = await self.obtained()
+            last = not retries_left or self.over
+            self.record_failure(Failure(index, (), 0, described(outcome), self.roots[index] if last else 0))
+            if last:
+                return
+            if (other := await self.obtained()) is None:
+                self.leave_out([index])
+                return
+            env = other
 
     # The course of a path.
 
@@ -275,14 +323,14 @@ class Asynchronous(Driver):
     async def restored(self, walk: _Walk) -> bool:
         """Restore the environment to the start of the path; False if the path is dropped."""
         run = walk.run
-        found = await self.call(partial(self.replay_to, run, run.anchors[0], same), restoring=True)
+        found = await self.ask(run, partial(self.replay_to, run, run.anchors[0], same), restoring=True)
         begun = await self.recover(run, found, same) if isinstance(found, Exception) else found
         if begun is None:
             self.drop(run)
         if begun is None or run.dropped:
             return False
         run.context.observation, run.context.info = begun
-        if not self.retries:
+        if not self.replays:
             run.anchors.pop().free()
         return True
 
@@ -303,7 +351,7 @@ class Asynchronous(Driver):
             return False
         walk.point = point
         acting = Acting(run, action, point, self.look)
-        outcome = broken if broken is not None else await self.call(acting.step)
+        outcome = broken if broken is not None else await self.ask(acting, acting.step)
         found = await self.recover(run, outcome, acting.step) if isinstance(outcome, Exception) else outcome
         walk.point = None
         if found is None:
@@ -323,14 +371,14 @@ class Asynchronous(Driver):
         The seconds that capturing took and what it raised come with the action, the state is ``walk.point``.
         """
         run, capturing, walk.broken = walk.run, None, None
-        if self.schedule.watches(run.path):
+        if self.schedule.watches(run.path) and not run.behind:
             walk.point = Checkpoint(run.node, run.context.memory)
             capturing = asyncio.create_task(self.in_thread(partial(walk.point.capture, run.env)))
         walk.turns += 1
         since = self.waits.begin()
         walk.thinking = True
         try:
-            answer = self.policy(run.context)
+            answer = self.asked_policy(run)
             if not inspect.isawaitable(answer):
                 raise TypeError(f"expected the policy to be asynchronous (async def), found {self.policy!r}")
             action = await answer
@@ -352,6 +400,10 @@ class Asynchronous(Driver):
         captured = capturing.result() if capturing is not None else 0.0
         return (action, 0.0, captured) if isinstance(captured, Exception) else (action, captured, None)
 
+    def asked_policy(self, run: LivePath) -> Awaitable[Action | None]:
+        """The policy's decision for a path, to be awaited."""
+        return self.policy(run.context)
+
     def depart(self, walk: _Walk) -> None:
         """Note, once, that a path needs nothing of the one that it was forked off any more."""
         if walk.departed:
@@ -370,6 +422,12 @@ class Asynchronous(Driver):
         self.fill()
 
     # Environments.
+
+    async def ask(
+        self, asked: Reset | LivePath | Acting, job: Callable[[], T], *, restoring: bool = False
+    ) -> T | Exception:
+        """Result of an environment's job, for a reset, the start of a path or a step."""
+        return await self.call(job, restoring=restoring)
 
     async def call(self, job: Callable[[], T], *, restoring: bool = False) -> T | Exception:
         """Run a job on an environment in a thread and account for the time; an exception takes the result's place."""
@@ -393,14 +451,33 @@ class Asynchronous(Driver):
         """Run a job on the source of environments, in its thread."""
         return await self.finished(self.source.submit(job))
 
-    async def obtained(self) -> gym.Env[Any, Any]:
-        """A live environment; with ``retries`` it is asked for again where its worker dies while it is made."""
-        for retries_left in reversed(range(self.retries)):
+    async def obtained(self) -> gym.Env[Any, Any] | None:
+        """A live environment; with ``retries`` it is asked for again where its worker dies while it is made.
+
+        None after the deadline.
+        """
+        retries_left = self.retries
+        while True:
             try:
-                return await self.in_source(super().take)
+                env = await self.in_source(self.take_in_time)
             except Exception as error:  # an environment's constructor may raise anything
+                if self.over:
+                    return None
+                if not retries_left:
+                    raise
+                retries_left -= 1
                 logger.warning("no environment could be made (%s), retries left: %d", described(error), retries_left)
-        return await self.in_source(super().take)
+                continue
+            if self.over:
+                self.give(env)
+                return None
+            return env
+
+    def take_in_time(self) -> gym.Env[Any, Any]:
+        """Take an environment, in the thread of the source; raises TimeoutError after the deadline."""
+        if self.over:
+            raise self.late
+        return self.take()
 
     async def finished(self, future: Future[T]) -> T:
         """Result of a call in a thread. One that has begun is waited for, also by a task that is cancelled."""
@@ -422,10 +499,14 @@ class Asynchronous(Driver):
         """Result of ``go`` with another environment, as in `Lockstep.recover`; None for a dropped path, too."""
         while await self.lose(run, error):
             try:
-                run.env = await self.in_source(super().take)
+                run.env = await self.in_source(self.take_in_time)
             except Exception as failed_again:  # of an environment's constructor: it counts as one more loss
                 error = failed_again
+                if self.over:
+                    return None
                 continue
+            if self.over:
+                return None
             anchor = run.anchors[-1 if run.lost == 1 else 0]
             found = await self.call(partial(self.replay_to, run, anchor, go), restoring=True)
             if not isinstance(found, Exception):
@@ -555,6 +636,11 @@ def _places(
 def _sibling(edge: Edge) -> int:
     """Number of an edge among those that leave its node: 0 is that of the path that reached it."""
     return 0 if edge.path == edge.parent.owner else edge.path[-1]
+
+
+async def _passed(seconds: float) -> None:
+    """Wait for a deadline."""
+    await asyncio.sleep(seconds)
 
 
 async def _ended(future: asyncio.Future[Any]) -> None:

@@ -146,7 +146,7 @@ def guarded(job: Callable[[], T]) -> T | Exception:
     """Result of a job, or the exception that it raised."""
     try:
         return job()
-    except Exception as error:  # is the job's result; the others go on
+    except Exception as error:  # is the job's result; the others continue
         return error
 
 

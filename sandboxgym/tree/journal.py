@@ -21,16 +21,17 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported
 from sandboxgym.serialization import pack, unpack
+from sandboxgym.tree.asynchronous import Asynchronous
 from sandboxgym.tree.envs import guarded
 from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
-from sandboxgym.tree.lockstep import Lockstep
+from sandboxgym.tree.lockstep import Driver, Lockstep
 from sandboxgym.tree.nodes import Action, RolloutTree
 from sandboxgym.tree.rollout import Context, Policy
 from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, Stepped, execute
@@ -219,6 +220,7 @@ class _Gone:
     def __init__(self, reference: Reference | None) -> None:
         self.reference = reference
         self.snap: Any = None
+        self.lock = threading.Lock()  # several paths may start there at once
 
     def release(self) -> None:
         """Release the snapshot, if it was found."""
@@ -226,21 +228,108 @@ class _Gone:
             self.snap.release()
 
 
-class Journaled(Lockstep):
-    """A rollout with a `Journal`.
+class Journaling(Driver):
+    """Rollouts with a `Journal`, whichever driver advances the paths.
 
     Args:
         journal: of this rollout.
-        *args: of `Lockstep`.
+        *given: of the driver.
+        **options: of the driver.
     """
 
-    def __init__(self, journal: Journal, *args: Any) -> None:
-        super().__init__(*args)
+    policy: Any
+
+    def __init__(self, journal: Journal, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
         if self.look is not None:
             raise ValueError("expected no journal with look: what it returns may be no plain data")
         self.journal, self.replays = journal, True
-        self.source = self.envs if isinstance(self.envs, DurableSource) else None
+        self.store = self.envs if isinstance(self.envs, DurableSource) else None
         self.recalling = self.policy if isinstance(self.policy, RecallingPolicy) else None
+
+    # What is known.
+
+    def known(self, asked: Reset | LivePath | Acting) -> EnvResult | None:
+        """Result of a job from the journal; None if it is not there."""
+        if isinstance(asked, Reset):
+            if (found := self.journal.get(self.reset_of(asked))) is None:
+                return None
+            observation, info, reference = found
+            return EnvResult(begun=(observation, info), snap=_Gone(reference))
+        if isinstance(asked, LivePath):
+            if (found := self.journal.get(self.start_of(asked))) is None:
+                return None
+            asked.behind = True
+            return EnvResult(begun=(found[0], found[1]))
+        if (found := self.journal.get(self.step_of(asked.run, asked.action))) is None:
+            return None
+        asked.run.behind = True
+        *stepped, reference = found
+        captures = asked.point is not None and asked.point.snap is None
+        return EnvResult(stepped=tuple(stepped), snap=_Gone(reference) if captures else None)  # type: ignore[arg-type]
+
+    def reset_of(self, reset: Reset) -> bytes:
+        """Name of the record of a reset."""
+        return _name("reset", reset.index, reset.task, reset.seed)
+
+    def start_of(self, run: LivePath) -> bytes:
+        """Name of the record of a path's start."""
+        return _name("start", run.tree.index, run.path.key, self.actions(run))
+
+    def step_of(self, run: LivePath, action: Action) -> bytes:
+        """Name of the record of an action."""
+        return _name("step", run.tree.index, run.path.key, self.actions(run), action.text)
+
+    def turn_of(self, run: LivePath) -> bytes:
+        """Name of the record of a decision."""
+        return _name("turn", run.tree.index, run.path.key, self.actions(run))
+
+    def actions(self, run: LivePath) -> list[Any]:
+        """Actions from the root to a path's node."""
+        return [edge.action.text for edge in run.path.from_root()]
+
+    # Snapshots of the process that ended.
+
+    def captured(self, point: Checkpoint) -> Any:
+        """The snapshot of a captured state; None if it ended with its process and has no durable copy."""
+        gone = point.snap
+        if not isinstance(gone, _Gone):
+            return gone
+        with gone.lock:
+            if gone.snap is None:
+                if gone.reference is None or self.store is None:
+                    return None
+                gone.snap = self.store.durable(tuple(gone.reference))
+            return gone.snap
+
+    # What is noted.
+
+    def planted(self, reset: Reset, begun: Begun, captured: float, roots: int) -> RolloutTree:
+        """The tree of a task that was reset to; noted."""
+        snap = reset.snap
+        self.journal.note(self.reset_of(reset), lambda: [*begun, self.reference(snap)])
+        return super().planted(reset, begun, captured, roots)
+
+    def append_step(self, run: LivePath, action: Action, result: Stepped) -> bool:
+        """Append the result of a step to its path, and note it."""
+        snap = run.anchors[-1].snap if run.anchors[-1].node is run.node else None
+        self.journal.note(self.step_of(run, action), lambda: [*result, self.reference(snap)])
+        if (policy := self.recalling) is not None:
+            stream = run.context.rng.bit_generator
+            self.journal.note(self.turn_of(run), lambda: [policy.record(action), stream.state])
+        return super().append_step(run, action, result)
+
+    def reference(self, snap: Any) -> list[str] | None:
+        """Name of a snapshot's durable copy."""
+        if isinstance(snap, _Gone):
+            found = snap.reference
+        else:
+            found = None if snap is None or self.store is None else self.store.reference(snap)
+        return None if found is None else list(found)
+
+
+class Journaled(Journaling, Lockstep):
+    """A rollout in lockstep with a `Journal`."""
 
     def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
         """Run the rollout; the trees, in the order of the tasks."""
@@ -286,47 +375,6 @@ class Journaled(Lockstep):
             actions |= {id(run): action for run, action in zip(new, super().decide(new), strict=True)}
         return [actions[id(run)] for run in runs]
 
-    # What is known.
-
-    def known(self, asked: Reset | LivePath | Acting) -> EnvResult | None:
-        """Result of a job from the journal; None if it is not there."""
-        if isinstance(asked, Reset):
-            if (found := self.journal.get(self.reset_of(asked))) is None:
-                return None
-            observation, info, reference = found
-            return EnvResult(begun=(observation, info), snap=_Gone(reference))
-        if isinstance(asked, LivePath):
-            if (found := self.journal.get(self.start_of(asked))) is None:
-                return None
-            asked.behind = True
-            return EnvResult(begun=(found[0], found[1]))
-        if (found := self.journal.get(self.step_of(asked.run, asked.action))) is None:
-            return None
-        asked.run.behind = True
-        *stepped, reference = found
-        captures = asked.point is not None and asked.point.snap is None
-        return EnvResult(stepped=tuple(stepped), snap=_Gone(reference) if captures else None)  # type: ignore[arg-type]
-
-    def reset_of(self, reset: Reset) -> bytes:
-        """Name of the record of a reset."""
-        return _name("reset", reset.index, reset.task, reset.seed)
-
-    def start_of(self, run: LivePath) -> bytes:
-        """Name of the record of a path's start."""
-        return _name("start", run.tree.index, run.path.key, self.actions(run))
-
-    def step_of(self, run: LivePath, action: Action) -> bytes:
-        """Name of the record of an action."""
-        return _name("step", run.tree.index, run.path.key, self.actions(run), action.text)
-
-    def turn_of(self, run: LivePath) -> bytes:
-        """Name of the record of a decision."""
-        return _name("turn", run.tree.index, run.path.key, self.actions(run))
-
-    def actions(self, run: LivePath) -> list[Any]:
-        """Actions from the root to a path's node."""
-        return [edge.action.text for edge in run.path.from_root()]
-
     # Environments that are led to where their path is.
 
     def behind(self, asked: Reset | LivePath | Acting) -> bool:
@@ -342,38 +390,40 @@ class Journaled(Lockstep):
         assert isinstance(asked, LivePath)
         return self.replay_to(asked, asked.anchors[0], lambda begun: EnvResult(begun=begun))
 
-    def captured(self, point: Checkpoint) -> Any:
-        """The snapshot of a captured state; None if it ended with its process and has no durable copy."""
-        gone = point.snap
-        if not isinstance(gone, _Gone):
-            return gone
-        if gone.snap is None:
-            if gone.reference is None or self.source is None:
-                return None
-            gone.snap = self.source.durable(tuple(gone.reference))
-        return gone.snap
 
-    # What is noted.
+class JournaledAsynchronous(Journaling, Asynchronous):
+    """A rollout with a `Journal` whose paths advance by themselves."""
 
-    def planted(self, reset: Reset, begun: Begun, captured: float, roots: int) -> RolloutTree:
-        """The tree of a task that was reset to; noted."""
-        snap = reset.snap
-        self.journal.note(self.reset_of(reset), lambda: [*begun, self.reference(snap)])
-        return super().planted(reset, begun, captured, roots)
+    async def run(self, tasks: Sequence[Any], indices: Sequence[int]) -> list[RolloutTree]:
+        """Run the rollout; the trees, in the order of the tasks."""
+        try:
+            return await super().run(tasks, indices)
+        finally:
+            self.journal.flush()
 
-    def append_step(self, run: LivePath, action: Action, result: Stepped) -> bool:
-        """Append the result of a step to its path, and note it."""
-        snap = run.anchors[-1].snap if run.anchors[-1].node is run.node else None
-        self.journal.note(self.step_of(run, action), lambda: [*result, self.reference(snap)])
-        if (policy := self.recalling) is not None:
-            stream = run.context.rng.bit_generator
-            self.journal.note(self.turn_of(run), lambda: [policy.record(action), stream.state])
-        return super().append_step(run, action, result)
+    async def ask(self, asked: Reset | LivePath | Acting, job: Callable[[], Any], *, restoring: bool = False) -> Any:
+        """Result of an environment's job, from the journal if it is there."""
+        if (known := self.known(asked)) is not None:
+            return known.begun if isinstance(asked, LivePath) else asked.note(known)
+        if isinstance(asked, Acting) and asked.run.behind:
+            job = partial(self.replay_to, asked.run, asked.run.anchors[-1], asked.step)
+        found = await super().ask(asked, job, restoring=restoring)
+        if isinstance(asked, LivePath) and not isinstance(found, Exception):
+            self.journal.note(self.start_of(asked), partial(list, found))
+        self.journal.flush()
+        return found
 
-    def reference(self, snap: Any) -> list[str] | None:
-        """Name of a snapshot's durable copy."""
-        if isinstance(snap, _Gone):
-            found = snap.reference
-        else:
-            found = None if snap is None or self.source is None else self.source.reference(snap)
-        return None if found is None else list(found)
+    def asked_policy(self, run: LivePath) -> Awaitable[Action | None]:
+        """The policy's decision for a path, or that which the journal has."""
+        policy = self.recalling
+        found = self.journal.get(self.turn_of(run)) if policy is not None and self.journal.recalls else None
+        if policy is None or found is None:
+            return super().asked_policy(run)
+        record, run.context.rng.bit_generator.state = found
+        (action,) = policy.recall([run.context], [record])
+        return _known(action)
+
+
+async def _known(action: Action | None) -> Action | None:
+    """A decision that was made before."""
+    return action

@@ -69,7 +69,11 @@ class Driver:
         failures: list[Failure],
         look: Look | None = None,
         capture_every: int = 0,
+        timeout: float | None = None,
     ) -> None:
+        if timeout is not None and not timeout > 0.0:
+            raise ValueError(f"expected timeout to be a positive number of seconds or None, found {timeout}")
+        self.timeout, self.late = timeout, TimeoutError(f"the rollout took longer than {timeout} s")
         for name, number in (("retries", retries), ("capture_every", capture_every)):
             if number < 0:
                 raise ValueError(f"expected {name} to be at least 0, found {number}")
@@ -366,6 +370,27 @@ class Driver:
             if not point.pending:
                 self.release((tree.index, point.node.owner))
 
+    def drop_late(self, run: LivePath) -> None:
+        """Drop a path that has not ended at the deadline, with its forks."""
+        if not run.dropped:
+            self.record_failure(self.failure(run, self.late, dropped=len(run.tree.offspring(run.path.key))))
+            self.drop(run)
+
+    def drop_waiting(self) -> None:
+        """Drop the paths that have not started at the deadline."""
+        while self.waiting:
+            tree, point = self.waiting.pop()
+            self.record_failure(Failure(tree.index, point.node.owner, point.node.depth, described(self.late), 1))
+            point.free()
+            point.pending -= 1
+            if not point.pending:
+                self.release((tree.index, point.node.owner))
+
+    def leave_out(self, indices: Sequence[int]) -> None:
+        """Leave out tasks that were not reset to before the deadline."""
+        for index in indices:
+            self.record_failure(Failure(index, (), 0, described(self.late), self.schedule.roots_of(index)))
+
     def abandon(self, run: LivePath) -> None:
         """End a live path that was removed with the one it was forked off."""
         self.leave(run)
@@ -393,19 +418,26 @@ class Lockstep(Driver):
         failures: list[Failure],
         look: Look | None = None,
         capture_every: int = 0,
+        timeout: float | None = None,
     ) -> None:
-        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look, capture_every)
+        super().__init__(envs, policy, schedule, seed, clock, retries, failures, look, capture_every, timeout)
         self.policy, self.background = policy, background
+        self.deadline = None if timeout is None else time.monotonic() + timeout
         self.cohorts: list[_Cohort] = []
+        self.starting: dict[int, Checkpoint] = {}
+        """Starts of the paths of a wave that have no environment yet, by identity."""
 
     def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
         """Run the rollout; the trees, in the order of the tasks."""
         trees: list[RolloutTree] = []
         try:
             for at in range(0, len(tasks), max_live):
-                trees += self.reset_roots(tasks[at : at + max_live], indices[at : at + max_live])
-            while self.waiting:
+                some = indices[at : at + max_live]
+                if not self.is_late(partial(self.leave_out, some)):
+                    trees += self.reset_roots(tasks[at : at + max_live], some)
+            while self.waiting and not self.is_late(self.drop_waiting):
                 wave, self.waiting = self.waiting[:max_live], self.waiting[max_live:]
+                self.starting = {id(point): point for _, point in wave}
                 self.cohorts = [_Cohort() for _ in range(2 if self.background else 1)]
                 for cohort, paths in zip(self.cohorts, self.divided(wave), strict=True):
                     self.start(cohort, paths)
@@ -413,14 +445,14 @@ class Lockstep(Driver):
                     for cohort in self.cohorts:
                         if cohort.outcomes is not None:
                             self.advance(cohort, cohort.outcomes)
-                        if cohort.live:
+                        if cohort.live and not self.is_late(partial(self.drop_live, cohort)):
                             self.act(cohort)
         finally:  # nothing is left over after an error; otherwise all of this is empty
             if self.background:
                 self.background.shutdown()  # steps that are under way end first
             for env in list(self.taken.values()):
                 self.give(env)
-            points = [point for _, point in self.waiting]
+            points = [*(point for _, point in self.waiting), *self.starting.values()]
             for cohort in self.cohorts:
                 points += [point for run in cohort.live for point in run.points + run.anchors]
                 points += [acting.point for acting in cohort.acting if acting.point is not None]
@@ -428,6 +460,31 @@ class Lockstep(Driver):
                 if point.snap is not None:
                     point.snap.release()
         return [tree for tree in trees if tree.paths]
+
+    def is_late(self, drop: Callable[[], None]) -> bool:
+        """True after the deadline: what has not ended is dropped.
+
+        Raises:
+            TimeoutError: where there are no ``retries``.
+        """
+        if not self.passed():
+            return False
+        if not self.retries:
+            raise self.late
+        drop()
+        return True
+
+    def passed(self) -> bool:
+        """True after the deadline."""
+        return self.deadline is not None and time.monotonic() > self.deadline
+
+    def drop_live(self, cohort: _Cohort) -> None:
+        """Drop the live paths of a cohort, which are at rest."""
+        while cohort.started:
+            self.release(cohort.started.pop())
+        for run in list(cohort.live):
+            self.drop_late(run)
+        cohort.live = []
 
     def divided(self, wave: Sequence[tuple[RolloutTree, Checkpoint]]) -> list[list[tuple[RolloutTree, Checkpoint]]]:
         """The paths of each cohort, those of one tree together, as evenly as that allows."""
@@ -449,7 +506,7 @@ class Lockstep(Driver):
         wanted = {index: self.schedule.roots_of(index) for index in indices}
         todo = list(zip(tasks, indices, strict=True))
         for retries_left in reversed(range(self.retries + 1)):
-            envs = {index: self.take() for _, index in todo}
+            envs = {index: self.obtained() for _, index in todo}
             resets = [self.resetting(task, index) for task, index in todo]
             began = time.perf_counter()
             done = self.execute(resets, [reset.job(envs[reset.index]) for reset in resets])
@@ -467,18 +524,31 @@ class Lockstep(Driver):
                 self.give(envs[reset.index])
             if errors and not self.retries:
                 raise errors[0]
+            last = not retries_left or self.passed()
             for (_, index), error in zip(again, errors, strict=True):
                 self.discard(envs[index])
-                self.record_failure(Failure(index, (), 0, described(error), 0 if retries_left else wanted[index]))
+                self.record_failure(Failure(index, (), 0, described(error), wanted[index] if last else 0))
             todo = again
+            if last:
+                break
         planted = {index: place for place, index in enumerate(indices)}
         self.waiting.sort(key=lambda entry: planted.get(entry[0].index, -1))  # whatever failed
         return [trees[index] for index in indices if index in trees]
 
+    def obtained(self, near: Any = None) -> gym.Env[Any, Any]:
+        """An environment as `take` gives it; with ``retries`` it is asked for again where it could not be made."""
+        for retries_left in reversed(range(self.retries)):
+            try:
+                return self.take(near)
+            except Exception as error:  # an environment's constructor may raise anything
+                logger.warning("no environment could be made (%s), retries left: %d", described(error), retries_left)
+        return self.take(near)
+
     def start(self, cohort: _Cohort, wave: Sequence[tuple[RolloutTree, Checkpoint]]) -> None:
         """Restore an environment for each of these paths."""
         for tree, point in wave:
-            cohort.live.append(self.begun(tree, point, self.take(point.snap)))
+            cohort.live.append(self.begun(tree, point, self.obtained(point.snap)))
+            self.starting.pop(id(point), None)  # others may start there, too
         began = time.perf_counter()
         done = self.execute(cohort.live, [self.restoring(run) for run in cohort.live])
         self.clock.snapshots += time.perf_counter() - began
@@ -556,7 +626,9 @@ class Lockstep(Driver):
         cohort.live = going
 
     def recover(self, run: LivePath, error: Exception, go: Callable[[Begun], T]) -> T | None:
-        """Result of ``go`` with another environment, replayed to the path's node; None after too many failures.
+        """Result of ``go`` with another environment, replayed to the path's node.
+
+        None after too many failures, or one after the deadline.
 
         The first begins at the last snapshot, those after it where the path started, in case that snapshot is at fault.
 
@@ -568,7 +640,7 @@ class Lockstep(Driver):
                 raise error
             self.discard(run.env)
             run.lost += 1
-            if run.lost > self.retries:
+            if run.lost > self.retries or self.passed():
                 self.record_failure(self.failure(run, error, dropped=len(run.tree.offspring(run.path.key))))
                 return None
             self.record_failure(self.failure(run, error))

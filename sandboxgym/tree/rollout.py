@@ -114,6 +114,7 @@ def rollout(
     look: Look | None = None,
     capture_every: int = 0,
     journal: Journal | None = None,
+    timeout: float | None = None,
 ) -> list[RolloutTree]:
     """Roll out one tree per task.
 
@@ -147,9 +148,13 @@ def rollout(
         capture_every: with ``retries``, or a journal: steps of a path after which it is captured although nothing will
             fork there, so that fewer actions have to be repeated; 0: never. For environments with long steps.
         journal: keeps what environments answer in a file, from which another process continues the rollout.
+        timeout: seconds after which paths that have not ended are dropped as if their environments had failed too
+            often, and no others begin. A step under way is waited for. Slow episodes are then missing, which may favour
+            what is quick: a limit for when something is wrong. None: as long as it takes.
 
     Raises:
         ValueError: the policy returned None at the first step of a path; or a journal was given with ``look``.
+        TimeoutError: of the timeout, unless there are ``retries``.
         Exception: whatever an environment raised, unless there are ``retries``.
     """
     from sandboxgym.tree.lockstep import Lockstep  # which is made of what is defined here
@@ -158,7 +163,8 @@ def rollout(
     failed: list[Failure] = failures if failures is not None else []
     with ThreadPoolExecutor(2, thread_name_prefix="sandboxgym-rollout") as halves:  # no thread unless it is used
         background = halves if overlap else None
-        given = (envs, policy, schedule, seed, clock or Clock(), background, retries, failed, look, capture_every)
+        limits = (retries, failed, look, capture_every, timeout)
+        given = (envs, policy, schedule, seed, clock or Clock(), background, *limits)
         if journal is None:
             return Lockstep(*given).run(tasks, places, max_live)
         from sandboxgym.tree.journal import Journaled

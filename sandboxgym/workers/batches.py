@@ -33,7 +33,7 @@ def execute_all(jobs: Sequence[EnvJob]) -> list[Answer]:
             continue
         try:
             env_of(job).prepare_snapshot(job)
-        except Exception as error:  # is the answer of this job; the others go on
+        except Exception as error:  # is the answer of this job; the others continue
             answers[index] = error
     with ExitStack() as locks:
         batches = []
@@ -74,7 +74,7 @@ class _Batch:
                 continue
             try:
                 env_of(job).prepare(job)
-            except Exception as error:  # is the answer of this job; the others go on
+            except Exception as error:  # is the answer of this job; the others continue
                 self.answers[index] = error
         calls = []
         for index, job in self.jobs.items():

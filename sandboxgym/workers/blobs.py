@@ -88,6 +88,9 @@ class Blobs(ABC):
     def sweep(self, older: float) -> None:  # noqa: B027  # nothing to do where no parts can be left
         """Delete what killed writers left behind more than so many seconds ago, and note that something was deleted."""
 
+    def close(self) -> None:  # noqa: B027  # a directory needs nobody
+        """End what serves the bytes, unless somebody has a lease on them."""
+
 
 class Directory(Blobs):
     """Bytes in files of a directory, which may be on a network file system.

@@ -20,13 +20,9 @@ import contextlib
 import itertools
 import logging
 import os
-import pickle
-import re
-import sys
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -35,25 +31,22 @@ from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.tree import Envs, Failure, Recovery
 from sandboxgym.workers.env_host import (
-    Call,
     FleetError,
-    Host,
     HostCounts,
     MakeEnv,
-    Outcome,
     WorkerDied,
     snapshot_key,
 )
 from sandboxgym.workers.fleet_status import Events, Owner, Usage, draining, reporter_of, reports
 from sandboxgym.workers.kept import KeptSnapshot
-from sandboxgym.workers.meters import WorkerMeters
 from sandboxgym.workers.nodes.cluster import connect
 from sandboxgym.workers.nodes.limits import Gate, Limits
 from sandboxgym.workers.nodes.placement import best_of, eligible, moves
+from sandboxgym.workers.nodes.worker import ASK_AGAIN, CPUS, RayWorker
 from sandboxgym.workers.pool import NEAR, PooledEnvs
-from sandboxgym.workers.process import GRACE, Answer, answer_of, packed_answers
+from sandboxgym.workers.process import GRACE
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
-from sandboxgym.workers.worker import PackedCall, Worker, outcome_of, packed
+from sandboxgym.workers.worker import Worker
 from sandboxgym.wrappers.jobs import EnvJob, EnvResult
 
 try:
@@ -63,231 +56,11 @@ except ModuleNotFoundError:
 
 logger = logging.getLogger("sandboxgym")
 
-CPUS = 0.1
-"""Share of a core that Ray sets aside for a worker by default: environments wait for their policy most of the time."""
-
-
 MOVES = 4
 """Environments that move to nodes that joined with each message of a rollout, so that no step waits for many."""
 
-_ASK_AGAIN = 60.0
-"""Seconds for which a worker is not asked for anew after its node turned out to lack something."""
-
-
-class _Actor:
-    """The process on a node: a `Host`, whose calls are executed one after the other."""
-
-    def __init__(self, keep: int, path: Sequence[str]) -> None:
-        sys.path.extend(entry for entry in path if entry not in sys.path)
-        self.host = Host(keep=keep, ships=True)
-        self.meters = WorkerMeters()
-
-    def ready(self) -> tuple[str, str, int, str]:
-        """Id and address of the node, process id there, version of this package there: the actor runs."""
-        from sandboxgym import __version__
-
-        node = str(ray.get_runtime_context().get_node_id())
-        return node, str(ray.util.get_node_ip_address()), os.getpid(), __version__  # type: ignore[no-untyped-call]
-
-    def perform(self, calls: Sequence[PackedCall]) -> tuple[bytes, tuple[int, ...]]:
-        """Execute calls: their answers, in order and packed, and the counts of the worker after that (`HostCounts`)."""
-        began = time.perf_counter()
-        answers = [answer_of(self.host, *call) for call in calls]
-        counts = self.host.counts()
-        self.meters.update(counts, time.perf_counter() - began)
-        return packed_answers(answers), tuple(counts)
-
-    def end(self) -> None:
-        """Close the environments."""
-        self.host.close_all()
-
-
-class RayWorker(Worker):
-    """A worker in a Ray actor.
-
-    Args:
-        keep: number of snapshots that it keeps.
-        cpus: share of a core that Ray sets aside for it.
-        resources: custom resources of Ray that it needs, such as ``{"sandbox": 1}`` of nodes that have them.
-        memory: bytes that Ray sets aside for it.
-        labels: of the nodes that may hold it, by Ray's label selectors, such as ``{"images": "swebench"}``.
-        node: id of a node to be on. Where it is gone or to be avoided, Ray chooses another.
-        avoid: gives the ids of nodes that it must not be on, when it is asked for.
-    """
-
-    ships = True
-
-    def __init__(
-        self,
-        *,
-        keep: int = 64,
-        cpus: float = CPUS,
-        resources: Mapping[str, float] | None = None,
-        memory: int | None = None,
-        labels: Mapping[str, str] | None = None,
-        node: str | None = None,
-        avoid: Callable[[], Collection[str]] = tuple,
-    ) -> None:
-        super().__init__(keep=keep)
-        connect()
-        self._labels, self._avoid, self._wanted = dict(labels or {}), avoid, node
-        self._options: dict[str, Any] = {
-            "num_cpus": cpus,
-            "resources": dict(resources or {}),
-            "memory": memory,
-            "scheduling_strategy": "SPREAD",
-            "max_restarts": 0,
-            "max_task_retries": 0,
-            # As in a worker process: many workers share a machine.
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
-        }
-        if node is not None:
-            from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-            self._options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
-        self._actor: Any = None
-        self._ready: Any = None
-        self._posted: deque[Any] = deque()
-        self._answers: deque[Answer] = deque()
-        self.node: str | None = None
-        """Id of its node, once it runs."""
-        self.address = ""
-        """Address of its node, once it runs."""
-        self.unfit = ""
-        """Reason for which the node that it was on last cannot serve; empty where it does."""
-        self._again = 0.0
-        self._pid: int | None = None
-        self._counts = HostCounts()
-        self._ended = HostCounts()
-
-    @property
-    def counts(self) -> HostCounts:
-        """Counts of what it holds, as of its last answer, and of what it and the actors before it did."""
-        return self._ended.plus(self._counts)
-
-    @property
-    def pid(self) -> int | None:
-        """Process id on its node, once it runs."""
-        return self._pid
-
-    @property
-    def alive(self) -> bool:
-        """True if an actor was asked for and not found dead."""
-        return self._actor is not None
-
-    @property
-    def ready(self) -> bool:
-        """True if the actor runs; one that was found dead before it ever ran is not `alive` afterwards."""
-        if self._actor is None:
-            return False
-        if self.node is None and ray.wait([self._ready], timeout=0)[0]:
-            with contextlib.suppress(WorkerDied):
-                self._settle_on_node()
-        return self.node is not None
-
-    def restart(self) -> None:
-        """Ask for an actor, if there is none; some time after one whose node could not serve, for it will not soon."""
-        if not self.alive and not (self.unfit and time.monotonic() < self._again):
-            self.start()
-
-    def refuse(self, reason: str) -> None:
-        """End the actor, because its node cannot serve."""
-        logger.warning("%s", reason)
-        self.kill()
-        self.unfit, self._again = reason, time.monotonic() + _ASK_AGAIN
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the actor runs.
-
-        Raises:
-            WorkerDied: it never will.
-            FleetError: it does not within the timeout: no node has room for it.
-        """
-        if self.node is None and self._actor is not None:
-            if not ray.wait([self._ready], timeout=timeout)[0]:
-                asked = {"num_cpus": self._options["num_cpus"], **self._options["resources"]}
-                raise FleetError(f"expected a node with room for a worker ({asked}) within {timeout:g} s, found none")
-            self._settle_on_node()
-
-    def kill(self) -> None:
-        """End the actor at once."""
-        actor, self._actor, self._ready, self.node, self._pid = self._actor, None, None, None, None
-        self._ended, self._counts = self.counts.ended(), HostCounts()
-        self._posted.clear()
-        self._answers.clear()
-        if actor is not None and ray.is_initialized():
-            ray.kill(actor)
-
-    def interrupt(self) -> None:
-        """End the actor; the thread waiting for it cleans up."""
-        actor = self._actor
-        if actor is not None:
-            ray.kill(actor)
-
-    def ask_to_close(self) -> None:
-        """Ask the actor to close its environments."""
-        if self._actor is not None and ray.is_initialized():
-            self._posted.append(self._actor.end.remote())
-
-    def close(self) -> None:
-        """Wait, for some seconds, until the environments are closed, and end the actor."""
-        if self._actor is not None and ray.is_initialized():
-            self.ask_to_close()
-            ray.wait([self._posted[-1]], timeout=GRACE)
-        self.kill()
-
-    def _start(self) -> None:
-        self.node = self._pid = None
-        path = [os.path.abspath(entry) for entry in sys.path if entry]
-        options, labels, avoided = dict(self._options), dict(self._labels), sorted(self._avoid())
-        if self._wanted in avoided:
-            options["scheduling_strategy"] = "SPREAD"
-        if avoided and options["scheduling_strategy"] == "SPREAD":
-            labels["ray.io/node-id"] = f"!in({','.join(avoided)})"
-        if labels:
-            options["label_selector"] = labels
-        self._actor = ray.remote(_Actor).options(**options).remote(self._keep, path)
-        self._ready = self._actor.ready.remote()
-
-    def _post(self, calls: Sequence[Call]) -> None:
-        self._posted.append(self._actor.perform.remote(packed(calls)))
-
-    def _take(self, timeout: float | None) -> Outcome:
-        if not self._answers:
-            if self._actor is None or not self._posted:
-                raise WorkerDied("the worker on the cluster was ended by an earlier call")
-            answers, counts = self._got(self._posted.popleft(), timeout)
-            self._answers.extend(pickle.loads(answers))
-            self._counts = HostCounts(*counts)
-        return outcome_of(self._answers.popleft())
-
-    def _settle_on_node(self) -> None:
-        from sandboxgym import __version__
-
-        self.node, self.address, self._pid, there = self._got(self._ready, None)
-        if there != __version__:
-            self.refuse(f"node {self.address} has sandboxgym {there}, expected {__version__} as here")
-            raise WorkerDied(self.unfit)
-        self.unfit = ""
-
-    def _got(self, reference: Any, timeout: float | None) -> Any:
-        try:
-            return ray.get(reference, timeout=timeout)
-        except ray.exceptions.GetTimeoutError:
-            raise TimeoutError from None
-        except ray.exceptions.RayTaskError as error:  # the actor cannot be made: sandboxgym is missing there, say
-            self.kill()
-            raise WorkerDied(f"a worker on the cluster failed: {_last_line(error)}") from error
-        except ray.exceptions.RayError as error:
-            # One that is only unreachable may have executed the calls, so it must not execute them again.
-            where = f" on node {self.node[:8]}" if self.node else ""
-            if "creation task" in str(error):  # it never ran
-                place = re.search(r"ip=([^,)]+)", str(error))
-                on = f"node {place[1]}" if place else "a node"
-                self.refuse(f"{on} cannot run workers: {_last_line(error)} (expected sandboxgym[ray] there, as here)")
-                raise WorkerDied(self.unfit) from error
-            self.kill()
-            raise WorkerDied(f"a worker{where} was lost: {str(error).partition(chr(10))[0]}") from error
+_ANSWER = 10.0
+"""Seconds in which an idle worker answers that can be reached."""
 
 
 class RayEnvs(PooledEnvs):
@@ -356,6 +129,10 @@ class RayEnvs(PooledEnvs):
         """Workers that were asked for in place of others, by the numbers of those."""
         self._asked: dict[str, float] = {}
         """Times at which nodes that joined were last given workers."""
+        self._suspects: set[str] = set()
+        """Nodes on which a call took too long."""
+        self._lacking: dict[str, float] = {}
+        """Nodes that lacked what an environment needs to begin, with the times until which others are preferred."""
         self._closing = False
         self.moved = 0
         """Environments that were moved to another node while a path used them."""
@@ -385,7 +162,18 @@ class RayEnvs(PooledEnvs):
         return self._asked_for(next(self._preferred, None))
 
     def _asked_for(self, node: str | None) -> RayWorker:
-        return RayWorker(**self._worker_options, node=node, avoid=lambda: self._draining)
+        options = self._worker_options
+        worker = RayWorker(**options, node=node, avoid=lambda: self._draining, suspect=self._suspects.add)
+        worker.told = lambda error: self._pass_over(worker, error)
+        return worker
+
+    def _pass_over(self, worker: RayWorker, error: BaseException) -> None:
+        """Prefer other nodes for some time, if an error says that a worker's lacks what an environment needs."""
+        node, now = worker.node, time.monotonic()
+        if node is not None and _is_missing(error):
+            if self._lacking.get(node, now) <= now:
+                logger.warning("node %s is passed over for %g s: %s", worker.address, ASK_AGAIN, error)
+            self._lacking[node] = now + ASK_AGAIN
 
     def take_near(self, snap: Any) -> gym.Env[Any, Any]:
         """A live environment as `take` gives it, on the worker or at least the node that has a snapshot.
@@ -422,13 +210,20 @@ class RayEnvs(PooledEnvs):
             self._taken[place] += 1  # so that it is not left meanwhile
             if self._free[place]:
                 return self._free[place].pop()
-        node = self._worker(place).node
         try:
-            if self._gate is not None and node is not None:
-                self._gate.created(node)
-            return super().take_at(place)
+            return self._fitting_at(place)
+        except BaseException:
+            with self._moving:
+                self._taken[place] -= 1
+            raise
+
+    def _fitting_at(self, place: int) -> RemoteEnv:
+        worker = self._worker(place)
+        try:
+            if self._gate is not None and worker.node is not None:
+                self._gate.created(worker.node)
+            return self._new_at(place)
         except Exception as error:  # the constructor may raise anything: only what is missing here sends it elsewhere
-            worker = self._worker(place)
             if not _is_missing(error) or worker.node is None:
                 raise
             reason = f"node {worker.address} cannot make the environment: {error}"
@@ -437,8 +232,6 @@ class RayEnvs(PooledEnvs):
                     self._worker(other).refuse(reason)
             worker.refuse(reason)
             raise WorkerDied(reason) from error
-        finally:
-            self._taken[place] -= 1
 
     def _worker(self, place: int) -> RayWorker:
         worker = self._slots[place].worker
@@ -514,7 +307,7 @@ class RayEnvs(PooledEnvs):
                 now = time.monotonic()
                 found = [] if starting else moves(there, nodes)
                 # One that has no room for its share, because others use it, is not tried all the time.
-                new = {node for _, node in found if now - self._asked.get(node, -_ASK_AGAIN) >= _ASK_AGAIN}
+                new = {node for _, node in found if now - self._asked.get(node, -ASK_AGAIN) >= ASK_AGAIN}
                 for place, node in found:
                     if node in new:
                         self._asked[node] = now
@@ -559,15 +352,20 @@ class RayEnvs(PooledEnvs):
         """True, once, if no path uses a worker any more that is being left, and others run."""
         if not self._targets():
             return False
-        free, self._free[place] = self._free[place], []
-        for env in free:
-            del self._at[id(env)]
-            Envs.discard(self, env)
+        self._discard_free(place)
         if self._taken[place]:
             return False
         del self._leaving[place]
         self._left.add(place)
         return True
+
+    def _discard_free(self, place: int) -> None:
+        """Close the idle environments of a worker."""
+        with self._moving:  # before the lock of a worker, as everywhere
+            free, self._free[place] = self._free[place], []
+            for env in free:
+                del self._at[id(env)]
+                Envs.discard(self, env)
 
     def _usage(self) -> dict[str, Usage]:
         """Usage of each node by all owners: this one's now, that of others as they reported last."""
@@ -632,10 +430,15 @@ class RayEnvs(PooledEnvs):
 
     def _places(self) -> Sequence[int]:
         if self._gate is None:
-            return self._running()
+            return self._fit()
         return self._gate.admitted(
-            lambda: [(place, self._worker(place).node or "", bool(self._free[place])) for place in self._running()]
+            lambda: [(place, self._worker(place).node or "", bool(self._free[place])) for place in self._fit()]
         )
+
+    def _fit(self) -> list[int]:
+        """Numbers of the workers that run; those of nodes that are passed over only if there are no others."""
+        running, now = self._running(), time.monotonic()
+        return [p for p in running if self._lacking.get(self._worker(p).node or "", now) <= now] or running
 
     def _running(self) -> list[int]:
         """Numbers of the workers that run; waits until there is one. Lost ones are asked for anew here.
@@ -645,19 +448,18 @@ class RayEnvs(PooledEnvs):
         """
         deadline = None if self._patience is None else time.monotonic() + self._patience
         while True:
+            if self._suspects:
+                self._end_silent()
             running, leaving = [], []
             for place in self._present():
                 worker = self._worker(place)
                 if place in self._leaving:
                     leaving += [place] if worker.ready else []
                     continue
+                if not worker.alive:
+                    self._discard_free(place)  # they were lost with it
                 with worker.lock:
-                    if not worker.alive:
-                        free, self._free[place] = self._free[place], []
-                        for env in free:  # they were lost with it
-                            del self._at[id(env)]
-                            Envs.discard(self, env)
-                        worker.restart()
+                    worker.restart()
                     if worker.ready:
                         running.append(place)
             # Until another runs, a worker that is left for a node that joined serves; one of a drained node does not.
@@ -673,16 +475,32 @@ class RayEnvs(PooledEnvs):
                 )
             time.sleep(0.05)
 
+    def _end_silent(self) -> None:
+        """End the idle workers of suspect nodes that do not answer: Ray notices a node that was cut off much later."""
+        suspects = set(self._suspects)
+        self._suspects -= suspects
+        asked: dict[Any, RayWorker] = {}
+        for worker in map(self._worker, self._present()):
+            if worker.node in suspects and worker.lock.acquire(blocking=False):  # else it is in use, and will be found
+                try:
+                    if (answer := worker.asked_whether_it_answers()) is not None:
+                        asked[answer] = worker
+                finally:
+                    worker.lock.release()
+        if not asked:
+            return
+        _, silent = ray.wait(list(asked), num_returns=len(asked), timeout=_ANSWER)
+        for worker in map(asked.__getitem__, silent):
+            with worker.lock:
+                logger.warning("a worker on node %s did not answer within %g s", (worker.node or "")[:8], _ANSWER)
+                worker.kill()
 
-def _is_missing(error: Exception) -> bool:
-    """True if an error says that a package or a sandbox is missing where the environment was to be made."""
+
+def _is_missing(error: BaseException) -> bool:
+    """True if an error says that a package or a sandbox is missing where the environment is."""
     from sandboxgym.sandbox.base import SandboxUnavailable
 
     return isinstance(error, (DependencyNotInstalled, ImportError, SandboxUnavailable))
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().rpartition("\n")[2]
 
 
 def spec_id(env: str | EnvSpec | MakeEnv) -> str:

@@ -4,7 +4,8 @@
    There is no process for it, and nothing to lose with a node. (Ray calls the table internal; Ray Serve and others
    keep theirs there since Ray 1.)
 2. A row is deleted with its source of environments. One that has not been renewed is of an owner that was killed: it
-   is not shown, and whoever reads or reports next deletes it.
+   is not shown, and whoever reads or reports next deletes it. Clocks of machines differ, so what looks old is waited
+   for: an owner that lives reports.
 3. Reporting costs an owner no call to a worker: workers send their counts with their answers. No failure of it reaches
    a rollout.
 """
@@ -22,7 +23,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from sandboxgym.tree import Failure, Recovery
 from sandboxgym.workers.env_host import HostCounts
@@ -39,7 +40,7 @@ logger = logging.getLogger("sandboxgym")
 PERIOD = 2.0
 """Seconds between the reports of an owner."""
 STALE = 20.0
-"""Seconds after which an owner that does not report counts as gone; clocks of machines may differ by less."""
+"""Seconds after which an owner that does not report counts as gone."""
 WINDOW = 10.0
 """Seconds over which the rate of steps is measured."""
 _NAMESPACE = "sandboxgym"
@@ -196,30 +197,84 @@ def drain(node: str, *, undo: bool = False) -> None:
 
 
 def draining() -> set[str]:
-    """Ids of the nodes that are being drained, by `drain` or by Ray itself, which learns of preemptions."""
+    """Ids of the nodes that are being drained, by `drain` or by Ray itself, which learns of preemptions.
+
+    Marks of nodes that are gone are deleted.
+    """
     keys = internal_kv._internal_kv_list(_DRAINS, namespace=_NAMESPACE)
     found = {key.decode().removeprefix(_DRAINS) for key in keys}
+    if found:
+        gone = found - {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+        for node in gone:
+            drain(node, undo=True)
+        found -= gone
     with contextlib.suppress(Exception):  # a client of ray:// has no access to it
         found |= set(ray._private.state.state.get_draining_nodes())
     return found
 
 
 def reports() -> list[tuple[str, Owner]]:
-    """Reports of owners that live, each with the key of its row; the rows of others are deleted."""
-    found = []
-    for key in internal_kv._internal_kv_list(_PREFIX, namespace=_NAMESPACE):
-        row = internal_kv._internal_kv_get(key, namespace=_NAMESPACE)
+    """Reports of owners that live, each with the key of its row; the rows of others are deleted.
+
+    One that looks old, and that this process has not seen change, is looked at again after two periods.
+    """
+    found = _rows()
+    if wait := max((_patience(*row) for row in found.values()), default=0.0):
+        time.sleep(wait)
+        found = _rows()
+    live = []
+    for key, (owner, seen) in found.items():
+        if _looks_old(owner) and time.monotonic() - seen.since >= (STALE if seen.moved else 2 * PERIOD):
+            internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
+        else:
+            live.append((key, owner))
+    return live
+
+
+class _Sight(NamedTuple):
+    """A report as this process saw it."""
+
+    at: float
+    """Time that it bears."""
+    since: float
+    """Time when it was first seen, by this process's own clock."""
+    moved: bool
+    """True if an earlier one of its owner was seen, which therefore lived then."""
+
+
+_seen: dict[str, _Sight] = {}
+"""Reports that were seen last, by their keys."""
+
+
+def _rows() -> dict[str, tuple[Owner, _Sight]]:
+    """All reports that can be read, by their keys, as this process sees them."""
+    global _seen
+    found = {}
+    for row_key in internal_kv._internal_kv_list(_PREFIX, namespace=_NAMESPACE):
+        row, key = internal_kv._internal_kv_get(row_key, namespace=_NAMESPACE), row_key.decode()
         if row is None:  # it was closed a moment ago
             continue
         try:
             owner = Owner.from_json(row)
         except (ValueError, TypeError, AttributeError):  # of another version, say: it must not end a rollout here
             continue
-        if abs(time.time() - owner.at) > STALE:
-            internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
-        else:
-            found.append((key.decode(), owner))
+        seen = _seen.get(key)
+        if seen is None or seen.at != owner.at:
+            seen = _Sight(owner.at, time.monotonic(), moved=seen is not None)
+        found[key] = owner, seen
+    _seen = {key: seen for key, (_, seen) in found.items()}
     return found
+
+
+def _looks_old(owner: Owner) -> bool:
+    return abs(time.time() - owner.at) > STALE
+
+
+def _patience(owner: Owner, seen: _Sight) -> float:
+    """Seconds to wait before a report counts as that of an owner that is gone; 0 where that is known."""
+    if seen.moved or not _looks_old(owner):
+        return 0.0
+    return max(0.0, 2 * PERIOD + seen.since - time.monotonic())
 
 
 class Events:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ def batch_infos(infos: Mapping[int, Infos], n: int) -> Infos:
     Numbers, bools and arrays of one type and shape become an array of that type, nested dicts are batched recursively,
     anything else becomes an array of objects. (In Gymnasium the first value decides, and later ones are cast or fail.)
     """
-    if len(infos) == n and (whole := _whole_batch(infos)) is not None:
+    if [*infos] == [*range(n)] and (whole := _whole_batch([*infos.values()])) is not None:
         return whole
     batch: Infos = {}
     for key in dict.fromkeys(key for info in infos.values() for key in info):
@@ -36,64 +37,74 @@ _AT_ONCE: dict[type, Any] = {bool: np.bool_, int: int, float: np.float64}
 
 
 class _Layout(NamedTuple):
-    """Columns of a batch by what they are made from; their parts of the values, which stand column by column."""
+    """Columns of a batch in the order in which they are made: those of one type together."""
 
+    values_of: Callable[[Infos], tuple[Any, ...]]
+    """Maps an info to its values in this order.
+
+    Raises:
+        KeyError: one is not there.
+    """
     types: tuple[type, ...]
-    """Types of all values."""
+    """Types of the first values, which stand column by column: of those in ``at_once``."""
+    empty: dict[str, None]
+    """All keys of the batch, in the order of the infos'."""
     masks: list[str]
     present: NDArray[np.bool_]
-    empty: dict[str, None]
-    """All keys of the batch, in order."""
-    at_once: list[tuple[Any, list[slice], list[str]]]
-    """Dtypes with the parts and names of their columns."""
-    objects: list[tuple[int, str]]
-    """Numbers and names of the columns of objects."""
+    at_once: list[tuple[Any, slice, list[str]]]
+    """Dtypes with their parts of the values and the names of their columns."""
+    objects: tuple[slice, list[str]]
     others: list[tuple[slice, str]]
     """Parts and names of the other columns."""
 
 
 @functools.lru_cache(64)
 def _layout(names: tuple[str, ...], kinds: tuple[type, ...], n: int) -> _Layout:
-    at_once: dict[type, list[tuple[slice, str]]] = {}
-    objects: list[tuple[int, str]] = []
-    others: list[tuple[slice, str]] = []
-    for number, (name, kind) in enumerate(zip(names, kinds)):
-        part = slice(number * n, number * n + n)
+    groups: dict[Any, list[str]] = {kind: [] for kind in (*_AT_ONCE, object, None)}
+    for name, kind in zip(names, kinds):
         if name == "final_obs" or kind in (str, list):
-            objects.append((number, name))
-        elif kind in _AT_ONCE:
-            at_once.setdefault(kind, []).append((part, name))
+            groups[object].append(name)
         else:
-            others.append((part, name))
+            groups[kind if kind in _AT_ONCE else None].append(name)
+    parts: dict[Any, slice] = {}
+    end = 0
+    for group, found in groups.items():
+        parts[group] = slice(end, end := end + n * len(found))
+    order = [name for found in groups.values() for name in found]
     masks = [f"_{name}" for name in names]
-    empty = dict.fromkeys(key for pair in zip(names, masks) for key in pair)
-    groups = [
-        (_AT_ONCE[kind], [part for part, _ in found], [name for _, name in found]) for kind, found in at_once.items()
-    ]
-    types = tuple(kind for kind in kinds for _ in range(n))
-    return _Layout(types, masks, np.ones((len(names), n), np.bool_), empty, groups, objects, others)
+    first = parts[None].start
+    return _Layout(
+        itemgetter(*order) if len(order) > 1 else lambda info: (info[order[0]],),
+        tuple(kind for kind in _AT_ONCE for _ in range(n * len(groups[kind]))),
+        dict.fromkeys(key for pair in zip(names, masks) for key in pair),
+        masks,
+        np.ones((len(names), n), np.bool_),
+        [(dtype, parts[kind], groups[kind]) for kind, dtype in _AT_ONCE.items() if groups[kind]],
+        (parts[object], groups[object]),
+        [(slice(first + n * i, first + n * i + n), name) for i, name in enumerate(groups[None])],
+    )
 
 
-def _whole_batch(infos: Mapping[int, Infos]) -> Infos | None:
+def _whole_batch(infos: Sequence[Infos]) -> Infos | None:
     """`batch_infos` of all environments, as it is with most steps; None if they differ in their keys or types."""
-    rows = list(infos.values())
-    n, names = len(rows), tuple(rows[0])
-    if [*infos] != [*range(n)] or [*map(tuple, rows)] != [names] * n:
+    first, n = infos[0], len(infos)
+    if not first or any([len(info) != len(first) for info in infos]):
         return None
-    values = [*chain.from_iterable(zip(*[row.values() for row in rows], strict=True))]
-    types = (*map(type, values),)
-    layout = _layout(names, types[::n], n)
-    if types != layout.types:
+    layout = _layout(tuple(first), (*map(type, first.values()),), n)
+    try:
+        values = [*chain.from_iterable(zip(*[layout.values_of(info) for info in infos]))]
+    except KeyError:
+        return None
+    if (*map(type, values[: len(layout.types)]),) != layout.types:
         return None
     batch: Infos = {**layout.empty}
-    for dtype, parts, keys in layout.at_once:
+    for dtype, part, names in layout.at_once:
         try:
-            batch.update(zip(keys, np.array([values[part] for part in parts], dtype=dtype)))
+            batch.update(zip(names, np.fromiter(values[part], dtype, len(names) * n).reshape(-1, n)))
         except OverflowError:  # an integer of more than 64 bits
             return None
-    table = np.fromiter(values, object, len(values)).reshape(len(names), n)
-    for number, name in layout.objects:
-        batch[name] = table[number]
+    part, names = layout.objects
+    batch.update(zip(names, np.fromiter(values[part], object, len(names) * n).reshape(-1, n)))
     for part, name in layout.others:
         batch[name] = _column(dict(enumerate(values[part])), n)
     batch.update(zip(layout.masks, layout.present.copy()))
@@ -107,7 +118,7 @@ def _column(values: Mapping[int, Any], n: int) -> Any:
         return _objects(values, n)
     if kind is dict:
         return batch_infos(values, n)
-    if kind is int and any([abs(value) >= 2**63 for value in values.values()]):
+    if kind is int and any([not -(2**63) <= value < 2**63 for value in values.values()]):
         return _objects(values, n)
     if kind in (bool, int, float) or issubclass(kind, (np.number, np.bool_)):
         column = np.zeros(n, kind)

@@ -3,7 +3,8 @@
 1. The owner of a worker gets a `KeptSnapshot`, a few hundred bytes. A restore in the same worker takes no more; for
    one in another worker the first writes it to the store, what is new, and the second reads it there.
 2. A worker writes its snapshots to the store in a thread (`Keeper`) beside its calls, the latest first. One that is
-   dropped before its turn is not written.
+   dropped before its turn is not written. Within a bandwidth (`Pace`) it waits between pieces, not where another
+   worker waits for a snapshot.
 3. Of a worker that was lost there is what the store has; of a snapshot that it has not, `SnapshotMissing` is raised.
 """
 
@@ -47,7 +48,7 @@ class Keeping:
     every: int = 1
     """Steps of an environment between snapshots that are written to the store without being asked for."""
     bandwidth: float | None = None
-    """Bytes per second that a worker writes in the background; None: no limit."""
+    """Bytes per second that a worker writes in the background, on average between two pieces; None: no limit."""
 
     def opened(self) -> tuple[SnapshotStore, Lease]:
         """The store and the lease."""
@@ -104,6 +105,7 @@ class KeptLease:
             self._thread.join()
             for lease in (self._lease, *self._others.values()):
                 lease.release()
+            self._store.close()
 
 
 def _renew(ended: threading.Event, store: SnapshotStore, lease: Lease, others: dict[str, Lease]) -> None:
@@ -130,15 +132,46 @@ def name_of(key: SnapKey) -> str:
     return f"{key[0]}-{key[1]}"
 
 
+class Pace:
+    """A budget of bytes per second: a write is due once those before it have used up their time.
+
+    From the start of a write to the start of any later one, no more than ``bandwidth`` bytes per second are written.
+
+    Args:
+        bandwidth: bytes per second, more than 0.
+        clock: seconds now.
+    """
+
+    def __init__(self, bandwidth: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bandwidth, self._clock = bandwidth, clock
+        self._due = clock()
+
+    def seconds(self) -> float:
+        """Seconds until the next write is due; 0 or less: it is."""
+        return self._due - self._clock()
+
+    def spend(self, nbytes: int) -> None:
+        """Count bytes that are written now."""
+        self._due = max(self._due, self._clock()) + nbytes / self._bandwidth
+
+
+class _Needless(Exception):
+    """Raised to end the write of a snapshot that nobody needs any more."""
+
+
 class Keeper:
     """The worker's side: snapshots until their owner drops them, and the thread that writes them to the store.
 
     Args:
         keeping: the settings.
+        clock: of the bandwidth.
     """
 
-    def __init__(self, keeping: Keeping) -> None:
+    def __init__(self, keeping: Keeping, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.keeping = keeping
+        self._pace = None if keeping.bandwidth is None else Pace(keeping.bandwidth, clock)
+        self._hurry = 0
+        """Callers that wait for a snapshot to be written."""
         self._store, self._lease = keeping.opened()
         self._kept: dict[SnapKey, Snapshot] = {}
         self._waiting: OrderedDict[SnapKey, Snapshot] = OrderedDict()
@@ -183,10 +216,16 @@ class Keeper:
         return self._store.get(found)
 
     def store_now(self, key: SnapKey) -> None:
-        """Write a kept snapshot to the store, unless that has been done."""
+        """Write a kept snapshot to the store, unless that has been done.
+
+        It waits for no bandwidth, since a path waits for it: what is written later makes up for it.
+        """
         with self._changed:
+            self._hurry += 1
+            self._changed.notify_all()
             while self._writing is not None:
                 self._changed.wait()
+            self._hurry -= 1
             self._waiting.pop(key, None)
             if key in self._stored:
                 return
@@ -195,12 +234,14 @@ class Keeper:
                 raise SnapshotMissing(f"this worker does not keep the snapshot {name_of(key)}")
             self._writing = key
         try:
-            self._write(key, snap)
+            written = self._write(key, snap, None)
+            if self._pace is not None:
+                self._pace.spend(written)
         finally:
             self._written()
 
     def store_all(self) -> None:
-        """Write every kept snapshot to the store, unless that has been done or it is dropped meanwhile.
+        """Write every kept snapshot to the store, as `store_now` does, unless it is dropped meanwhile.
 
         One that cannot be written, because it has no durable form, say, keeps no other from it.
         """
@@ -219,11 +260,12 @@ class Keeper:
                 self._waiting.pop(key, None)
                 if self._writing == key:
                     self._doomed = True
+                    self._changed.notify_all()
                 else:
                     self._forget(key)
 
     def close(self) -> None:
-        """End the thread after what it is writing, and release all snapshots."""
+        """End the thread after the piece that it is writing, and release all snapshots."""
         with self._changed:
             self._closed = True
             self._waiting.clear()
@@ -243,7 +285,10 @@ class Keeper:
         snap, stored = self._kept.pop(key, None), self._stored.pop(key, None)
         self._sizes.pop(key, None)
         if snap is not None:
-            snap.release()
+            try:
+                snap.release()
+            except Exception as error:  # of any type: environments say what they like
+                logger.warning("a dropped snapshot could not be released: %s: %s", type(error).__name__, error)
         if stored is not None:
             self._unwanted.append((key, stored))
             self._wake()
@@ -256,29 +301,37 @@ class Keeper:
                 if self._closed:
                     return
                 unwanted, self._unwanted = self._unwanted, []
-                key, snap = None, None
-                if self._waiting and self._writing is None:
-                    key, snap = self._waiting.popitem()
-                    self._writing = key
             for dropped, stored in unwanted:
-                with contextlib.suppress(OSError):  # its lease ends some day
+                with contextlib.suppress(Exception):  # of any type, by the kind of store: its lease ends some day
                     self._lease.drop(stored, name=name_of(dropped))
-            if key is None or snap is None:
-                continue
-            written = 0
+            with self._changed:
+                if not self._waiting or self._writing is not None:
+                    continue
+                key, snap = self._waiting.popitem()
+                self._writing = key
             try:
-                written = self._write(key, snap)
+                self._write(key, snap, None if self._pace is None else self._paced)
+            except _Needless:
+                pass
             except StoreFull as error:
                 logger.warning("a snapshot has no durable copy: %s", error)
             except Exception as error:  # it may have no durable form
                 logger.warning("a snapshot has no durable copy: %s: %s", type(error).__name__, error)
             finally:
                 self._written()
-            if self.keeping.bandwidth:
-                time.sleep(min(60.0, written / self.keeping.bandwidth))
 
-    def _write(self, key: SnapKey, snap: Snapshot) -> int:
-        stored = self._store.put(snap, lease=self._lease, name=name_of(key))
+    def _paced(self, nbytes: int) -> None:
+        """Wait until so many bytes are due, or somebody waits for the writing to end."""
+        assert self._pace is not None
+        with self._changed:
+            while not (self._closed or self._doomed or self._hurry) and (seconds := self._pace.seconds()) > 0:
+                self._changed.wait(seconds)
+            if self._closed or self._doomed:
+                raise _Needless
+            self._pace.spend(nbytes)
+
+    def _write(self, key: SnapKey, snap: Snapshot, pace: Callable[[int], object] | None) -> int:
+        stored = self._store.put(snap, lease=self._lease, name=name_of(key), pace=pace)
         with self._changed:
             self._stored[key] = stored.key
             self._sizes[key] = stored.nbytes

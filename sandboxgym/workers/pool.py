@@ -48,7 +48,7 @@ from sandboxgym.workers.env_host import (
 )
 from sandboxgym.workers.kept import KeptLease, KeptSnapshot
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
-from sandboxgym.workers.worker import InlineWorker, ProcessWorker, ThreadWorker, Worker, close_workers
+from sandboxgym.workers.worker import Mode, ProcessWorker, Worker, close_workers, make_worker
 from sandboxgym.wrappers.jobs import EnvJob, EnvResult
 
 logger = logging.getLogger("sandboxgym")
@@ -125,7 +125,9 @@ class EnvPool:
     Args:
         env: an id, an ``EnvSpec`` or a function that makes the environment.
         workers: number of workers (default: one per processor).
-        mode: ``"process"``, or ``"thread"`` where environments wait (containers, network) more than they compute.
+        mode: ``"process"``; ``"thread"`` where environments wait (containers, network) more than they compute;
+            ``"ray"`` for workers on a Ray cluster (`RayWorker`): the one that this process is connected to, else that
+            of ``$RAY_ADDRESS``, else one of this machine's cores.
         max_pending: jobs that may be queued, those being executed not counted; see `submit`.
         timeout: seconds that a job may take; None: no limit. In mode ``"thread"`` it needs a second thread per worker.
         create_timeout: seconds that starting a worker and making its environment may take; None: no limit.
@@ -148,7 +150,7 @@ class EnvPool:
         env: str | EnvSpec | MakeEnv,
         workers: int | None = None,
         *,
-        mode: Literal["thread", "process"] = "process",
+        mode: Literal["thread", "process", "ray"] = "process",
         max_pending: int = 1024,
         timeout: float | None = None,
         create_timeout: float | None = 300.0,
@@ -160,14 +162,14 @@ class EnvPool:
         count = workers if workers is not None else os.cpu_count() or 1
         if min(count, max_pending, batch, keep) < 1:
             raise ValueError(f"expected positive numbers, found {count=}, {max_pending=}, {batch=}, {keep=}")
-        if mode not in ("thread", "process"):
-            raise ValueError(f"expected mode to be 'thread' or 'process', found {mode!r}")
-        kind: type[Worker] = ProcessWorker if mode == "process" else InlineWorker if timeout is None else ThreadWorker
+        if mode not in ("thread", "process", "ray"):
+            raise ValueError(f"expected mode to be 'thread', 'process' or 'ray', found {mode!r}")
         self._make = env_maker(env, **kwargs)
-        self._ships = kind.ships
         self._timeout, self._create_timeout = timeout, create_timeout
         self._max_pending, self._batch, self._locality = max_pending, batch, locality
-        self._workers = [kind(keep=keep) for _ in range(count)]
+        kind: Mode = "sync" if mode == "thread" and timeout is None else mode  # each has a thread here anyway
+        self._workers = [make_worker(kind, keep=keep) for _ in range(count)]
+        self._ships = self._workers[0].ships
         self._changed = threading.Condition()
         self._fresh: deque[_Job] = deque()
         self._groups: OrderedDict[Any, deque[_Job]] = OrderedDict()
@@ -180,7 +182,7 @@ class EnvPool:
         self._stats = PoolStats(workers=count)
         self._began = time.monotonic()
         for worker in self._workers:
-            if mode == "process":
+            if self._ships:
                 worker.start()
         self._threads = [
             threading.Thread(target=self._dispatch, args=(worker,), daemon=True, name=f"sandboxgym-pool-{index}")
@@ -569,13 +571,14 @@ class PooledEnvs(Envs):
 
     def take_at(self, place: int) -> gym.Env[Any, Any]:
         """A live environment on the worker with a number."""
-        if self._free[place]:
-            env = self._free[place].pop()
-        else:
-            env = RemoteEnv(self._make, shared=self._slots[place], **self._settings)
-            self._made.append(env)
-            self._at[id(env)] = place
+        env = self._free[place].pop() if self._free[place] else self._new_at(place)
         self._taken[place] += 1
+        return env
+
+    def _new_at(self, place: int) -> RemoteEnv:
+        env = RemoteEnv(self._make, shared=self._slots[place], **self._settings)
+        self._made.append(env)
+        self._at[id(env)] = place
         return env
 
     def give(self, env: gym.Env[Any, Any]) -> None:

@@ -89,7 +89,7 @@ class RemoteEnv(gym.Env[Any, Any]):
         create_timeout: seconds that starting the worker and making the environment may take.
         fork_to: where `fork` puts the children: each in a new ``"process"``, or all in this one's ``"worker"``, which
             is cheaper, steps them in turn and needs no durable snapshots.
-        mode: ``"thread"`` keeps it in a thread of this process instead.
+        mode: ``"thread"`` keeps it in a thread of this process instead, ``"ray"`` on a Ray cluster, as of `EnvPool`.
         shared: the slots of a worker to share.
         **kwargs: of ``gym.make`` or of the function.
 
@@ -247,11 +247,11 @@ class RemoteEnv(gym.Env[Any, Any]):
         return EnvResult(done.begun, snap, None, done.stepped, done.capturing, done.stepping)
 
     def timeout_of(self, job: EnvJob) -> float | None:
-        """Seconds that a job may take."""
-        if self._timeout is None or self._reset_timeout is None:
-            return None
+        """Seconds that a job may take; None where one of its calls may take as long as it likes."""
         begins = job.reset is not None or job.restore is not None or job.capture
-        return self._reset_timeout * begins + self._timeout * (job.step is not None)
+        limits = [self._reset_timeout] * begins + [self._timeout] * (job.step is not None)
+        known = [limit for limit in limits if limit is not None]
+        return sum(known) if len(known) == len(limits) else None
 
     @property
     def last(self) -> Transition:

@@ -1,4 +1,4 @@
-"""Snapshots kept outside of the process that took them, in a directory or at a URL; equal parts once.
+"""Snapshots kept outside of the process that took them, in a directory, at a URL or on a cluster; equal parts once.
 
 1. A stored snapshot is named by a key, the digest of its list of pieces. A piece is named by its own digest and
    written once, whoever writes it: of a sandbox, a new snapshot adds the layers that are new (`Snapshot.to_pieces`).
@@ -23,7 +23,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -75,11 +75,13 @@ class SnapshotStore:
     """A store of snapshots.
 
     Args:
-        place: a directory, which is made if it is missing, or a URL that fsspec knows (``s3://bucket/path``).
+        place: a directory, which is made if it is missing, a URL that fsspec knows (``s3://bucket/path``), or
+            ``ray-objects://NAME`` for two nodes of the Ray cluster that this process is connected to.
         max_bytes: of all that it may hold; None: as much as there is room for.
 
     Raises:
-        DependencyNotInstalled: the place is a URL, and fsspec or what it needs for it is not installed.
+        DependencyNotInstalled: the place is a URL, and fsspec or what it needs for it is not installed; or Ray is not.
+        FleetError: the place is on a cluster, and this process is not connected to one.
         SnapshotMismatch: it is a store of another version, or not empty and no store.
 
     Example:
@@ -113,13 +115,22 @@ class SnapshotStore:
         """Directory or URL of the store."""
         return self._blobs.place
 
-    def put(self, snap: Snapshot, *, lease: Lease | None = None, name: str = "") -> Stored:
+    def put(
+        self,
+        snap: Snapshot,
+        *,
+        lease: Lease | None = None,
+        name: str = "",
+        pace: Callable[[int], object] | None = None,
+    ) -> Stored:
         """Store a snapshot; what the store has already is not written again.
 
         Args:
             snap: held until this returns.
             lease: that holds it; by default it is held until `delete`.
             name: by which the lease shall know it, see `Lease.named`; empty: none.
+            pace: is told of each write, with its bytes, before it begins, and may wait or raise; others may use the
+                store meanwhile.
 
         Raises:
             StoreFull: there is no room for it; what is there stays usable.
@@ -135,7 +146,11 @@ class SnapshotStore:
         lease = lease or self._kept()
         lease.hold(key)
         try:
-            written = self._add(_snapshot(key), listing, apart)
+            written = 0
+            if pace is not None:
+                written = self._add_in_turn(apart, pace)
+                pace(len(listing))
+            written += self._add(_snapshot(key), listing, apart)
         except BaseException:
             if key not in self:
                 lease.drop(key)
@@ -231,6 +246,10 @@ class SnapshotStore:
         self._used = None
         return Collected(snapshots, blobs, nbytes)
 
+    def close(self) -> None:
+        """End what serves the store, if it is on a cluster and no lease lives; elsewhere there is nothing to end."""
+        self._blobs.close()
+
     def _add(self, name: str, listing: bytes, pieces: dict[str, Piece]) -> int:
         """Write those pieces that are missing, then the list of them; returns the bytes written."""
         for last in (False, True):
@@ -239,13 +258,12 @@ class SnapshotStore:
                 listed = [] if self._stays(name, len(listing)) else [(name, listing)]
                 nbytes = sum(piece.nbytes for piece in new) + sum(len(data) for _, data in listed)
                 if self._has_room(nbytes, exact=last):
-                    written = self._blobs.write((_blob(piece.digest), _read(piece)) for piece in new)
-                    written += self._blobs.write(listed)
+                    written = self._write(new)
+                    listed_bytes = self._blobs.write(listed)
                     with self._lock:
-                        now = time.monotonic()
-                        self._known |= dict.fromkeys(pieces, now)
-                        self._used = None if self._used is None else self._used + nbytes
-                    return written
+                        self._known |= dict.fromkeys(pieces, time.monotonic())
+                        self._used = None if self._used is None else self._used + listed_bytes
+                    return written + listed_bytes
             if not last:
                 self.collect()
         limit = "" if self.max_bytes is None else f", of {self.max_bytes:,} that it may hold (max_bytes)"
@@ -255,6 +273,31 @@ class SnapshotStore:
             f"{self.place} has no room for {nbytes:,} more bytes of a snapshot: it holds {self.nbytes():,}"
             f"{limit}{room}. Delete snapshots or let leases end, and collect"
         )
+
+    def _add_in_turn(self, pieces: dict[str, Piece], pace: Callable[[int], object]) -> int:
+        """Write those pieces that are missing, one after the other, unless there is no room for all of them.
+
+        Returns the bytes written. Nothing is locked while ``pace`` waits; `_add` writes what was deleted meanwhile.
+        """
+        new = self._missing(pieces)
+        nbytes = sum(piece.nbytes for piece in new)
+        if not self._has_room(nbytes, exact=False):
+            self.collect()
+            if not self._has_room(nbytes, exact=True):
+                return 0
+        written = 0
+        for piece in new:
+            pace(piece.nbytes)
+            with self._blobs.lock(exclusive=False):
+                written += self._write(self._missing({piece.digest: piece}))
+        return written
+
+    def _write(self, pieces: Sequence[Piece]) -> int:
+        written = self._blobs.write((_blob(piece.digest), _read(piece)) for piece in pieces)
+        with self._lock:
+            self._known |= dict.fromkeys((piece.digest for piece in pieces), time.monotonic())
+            self._used = None if self._used is None else self._used + written
+        return written
 
     def _missing(self, pieces: dict[str, Piece]) -> list[Piece]:
         """Pieces to write: those that are not there, or may be deleted before anything lists them."""
@@ -411,7 +454,11 @@ def _open(place: str | os.PathLike[str]) -> Blobs:
     scheme, found, rest = text.partition("://")
     mark = json.dumps({"format": "sandboxgym-snapshots", "version": FORMAT}).encode()
     blobs: Blobs
-    if found and scheme != "file":
+    if found and scheme == "ray-objects":
+        from sandboxgym.workers.nodes.objects import RayObjects  # imports Ray
+
+        blobs = RayObjects(rest)
+    elif found and scheme != "file":
         blobs = Url(text)
     else:
         path = Path(rest if found else text)

@@ -51,7 +51,7 @@ from sandboxgym.workers.kept import Keeping, Kept, KeptSnapshot, SnapKey
 from sandboxgym.workers.process import GRACE, Answer, dumps
 from sandboxgym.workers.store import Lease, SnapshotStore
 
-Mode = Literal["sync", "thread", "process"]
+Mode = Literal["sync", "thread", "process", "ray"]
 
 _CHILD = "sandboxgym.workers.process"
 _FAREWELL = 2.0
@@ -78,6 +78,8 @@ class Worker(ABC):
         """Settings by which the worker keeps its snapshots; None: they come here as bytes."""
         self.dropped: deque[SnapKey] = deque()
         """Snapshots kept in the worker that nobody here needs any more."""
+        self.told: Callable[[BaseException], object] = lambda error: None
+        """Is told of each exception that a call raised in the worker."""
         self._keep = keep
         self._held: OrderedDict[SnapKey, None] = OrderedDict()
         self._since = 0.0
@@ -119,6 +121,8 @@ class Worker(ABC):
         if self._pending > 1:
             self._since = time.monotonic()
         self._pending -= 1
+        if outcome.error is not None:
+            self.told(outcome.error)
         return outcome
 
     def settle(self) -> None:
@@ -470,7 +474,7 @@ class ProcessWorker(Worker):
         process = self._process
         assert process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):  # its pipe closes a moment before it has ended
-            process.wait(1.0)
+            process.wait(10.0)
         code = process.returncode
         self.kill()
         if code is None:
@@ -542,11 +546,17 @@ def make_worker(mode: Mode, *, keep: int = 64) -> Worker:
     """Make a worker of a kind.
 
     Raises:
-        ValueError: the mode is none of ``"sync"``, ``"thread"``, ``"process"``.
+        ValueError: the mode is none of ``"sync"``, ``"thread"``, ``"process"``, ``"ray"``.
+        FleetError: the cluster of ``"ray"`` cannot be reached; see `sandboxgym.workers.nodes.cluster.connect`.
+        DependencyNotInstalled: Ray is not installed.
     """
+    if mode == "ray":
+        from sandboxgym.workers.nodes.worker import RayWorker  # imports Ray
+
+        return RayWorker(keep=keep)
     kinds: dict[str, type[Worker]] = {"sync": InlineWorker, "thread": ThreadWorker, "process": ProcessWorker}
     if mode not in kinds:
-        raise ValueError(f"expected mode to be one of {', '.join(map(repr, kinds))}, found {mode!r}")
+        raise ValueError(f"expected mode to be one of {', '.join(map(repr, [*kinds, 'ray']))}, found {mode!r}")
     return kinds[mode](keep=keep)
 
 

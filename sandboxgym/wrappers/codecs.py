@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -30,17 +31,17 @@ class Adapter:
     """Conversion of an attribute that is not plain data to plain data and back.
 
     Attributes:
-        read: from the attribute to plain data that shares nothing mutable with it.
-        write: from the present attribute and plain data to the attribute; changes neither.
+        read: from the attribute to plain data that shares nothing mutable with it; None if the attribute is plain data.
+        write: from the present attribute and plain data to the attribute; changes neither. None as for ``read``.
         fits: tells whether plain data, from an untrusted file perhaps, can be written where the present attribute is.
     """
 
-    read: Callable[[Any], Any]
-    write: Callable[[Any, Any], Any]
+    read: Callable[[Any], Any] | None
+    write: Callable[[Any, Any], Any] | None
     fits: Callable[[Any, Any], bool]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class WrapperCodec:
     """The attributes of a wrapper that are state, and those that must be equal for a snapshot to fit.
 
@@ -59,6 +60,8 @@ class WrapperCodec:
             returns ``observation(inner observation)`` where it is an ``ObservationWrapper``, else what is inside.
         after: called with the wrapper and the restored ``(observation, info)`` once all is in place; must not fail.
         refused: why wrappers of this class cannot be captured, and what to do instead.
+        simple: from a wrapper to its own two spaces and the values of its ``config`` and ``state`` attributes, in this
+            order, if they may be all that there is to capture; else None. Made from the others.
     """
 
     state: tuple[str, ...] = ()
@@ -70,6 +73,13 @@ class WrapperCodec:
     remember: bool | None = None
     after: Callable[[Any, tuple[Any, dict[str, Any]]], None] | None = None
     refused: str | None = None
+    simple: Callable[[Any], tuple[Any, ...]] | None = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        names = *self.config, *self.state
+        other = any(adapter.read or adapter.write for adapter in self.adapters.values()) or any("." in n for n in names)
+        simple = operator.attrgetter("_action_space", "_observation_space", *names)  # it would follow dots
+        object.__setattr__(self, "simple", None if other or self.remember else simple)
 
 
 CODECS: dict[type[Any], WrapperCodec] = {}
@@ -117,7 +127,7 @@ def codec_of(wrapper: AnyWrapper) -> WrapperCodec:
 
 def name_of(wrapper: AnyWrapper) -> str:
     """Module and qualified name of a wrapper's class."""
-    return _name(cast(Any, type(wrapper)))
+    return class_name(cast(Any, type(wrapper)))
 
 
 def attributes(wrapper: AnyWrapper) -> dict[str, Any]:
@@ -127,7 +137,8 @@ def attributes(wrapper: AnyWrapper) -> dict[str, Any]:
 
 
 @functools.cache
-def _name(kind: Any) -> str:
+def class_name(kind: Any) -> str:
+    """Module and qualified name of a class."""
     return f"{kind.__module__}.{kind.__qualname__}"
 
 

@@ -123,7 +123,7 @@ QUEUE = Adapter(
     ),
 )
 LIKE = Adapter(read=copied, write=lambda _, value: copied(value), fits=_resembles)
-COUNT = Adapter(read=lambda value: value, write=lambda _, value: value, fits=_is_count)
+COUNT = Adapter(read=None, write=None, fits=_is_count)
 SUM = Adapter(read=copied, write=lambda _, value: copied(value), fits=_is_sum)
 STATISTICS = Adapter(
     read=lambda rms: copied([rms.mean, rms.var, rms.count]),
@@ -292,7 +292,7 @@ STATELESS: dict[type[Any], WrapperCodec] = {
 REFUSED: dict[type[Any], WrapperCodec] = {
     gymnasium.RecordVideo: WrapperCodec(
         refused="forks would write the same video files; snapshot, restore and fork what is inside it "
-        "(recorder.env), and the video goes on recording"
+        "(recorder.env), and the video continues recording"
     ),
     gymnasium.HumanRendering: WrapperCodec(
         refused="forks would draw into the same window; snapshot, restore and fork what is inside it (env.env)"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import types
 import uuid
@@ -48,6 +49,7 @@ from sandboxgym.wrappers.codecs import (
     AnyWrapper,
     WrapperCodec,
     attributes,
+    class_name,
     codec_of,
     name_of,
     output,
@@ -102,10 +104,7 @@ def snapshot(env: AnyEnv) -> Snapshot:
         ResetNeeded: before the first ``reset``.
     """
     wrappers, base = _stack(env)
-    layers = tuple([_capture(wrapper, codec) for wrapper, codec in wrappers])
-    for (wrapper, codec), layer in zip(wrappers, layers):
-        if codec.remember and layer.state[2] is None:
-            raise ResetNeeded(f"{name_of(wrapper)} has returned nothing yet: call reset() through it before a snapshot")
+    layers = tuple([_simple(wrapper, codec) or _capture(wrapper, codec) for wrapper, codec in wrappers])
     if isinstance(base, SnapshotEnv) and type(base).snapshot is SnapshotEnv.snapshot:
         return base._snapshot(layers)
     handle = base.snapshot()
@@ -128,47 +127,50 @@ def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> Output:
     """
     wrappers, base = _stack(env)
     whole = _captures_stack(base)
-    if (isinstance(base, SnapshotEnv) or whole) and not isinstance(snap, Snapshot):
+    if not isinstance(snap, Snapshot) and (isinstance(base, SnapshotEnv) or whole):
         raise TypeError(f"expected a Snapshot, found {type(snap).__qualname__}")
     layers: tuple[Layer, ...] = snap.layers if isinstance(snap, (Snapshot, StackSnapshot)) else ()
     layers, inner = (layers[: len(wrappers)], layers[len(wrappers) :]) if whole else (layers, ())
     trusted = not isinstance(snap, Snapshot) or snap._body is not None
-    _check_layers(wrappers, layers, trusted=trusted)
-    before = [_held(wrapper, codec) for wrapper, codec in wrappers]
-    outputs: list[Output] = []  # of each wrapper, innermost first
+    changing = _changing(wrappers, layers, trusted=trusted)
+    before = [(wrapper, _held(wrapper, codec)) for wrapper, codec, _ in changing]
+    told: list[tuple[Callable[..., None], AnyWrapper, Output]] = []  # to wrappers that need what they returned last
 
     def through(observation: Any, info: dict[str, Any]) -> Output:
         for wrapper, codec in reversed(wrappers):
-            try:
-                observation, info = output(wrapper, codec, observation, info)
-            except Exception as error:  # a wrapper may raise anything on content that lies
-                _refuse(name_of(wrapper), error, trusted=trusted)
-                raise
-            outputs.append((observation, info))
+            if codec.remember or codec.observe is not None:
+                try:
+                    observation, info = output(wrapper, codec, observation, info)
+                except Exception as error:  # a wrapper may raise anything on content that lies
+                    _refuse(name_of(wrapper), error, trusted=trusted)
+                    raise
+            if codec.after is not None:
+                told.append((codec.after, wrapper, (observation, info)))
         return observation, info
 
     try:
         try:
-            _apply(wrappers, layers, seed)
+            _apply(changing, seed)
         except Exception as error:  # a codec may raise anything on content that lies
             _refuse("the stack of wrappers", error, trusted=trusted)
             raise
-        handle: Any = snap
-        if isinstance(snap, Snapshot):
-            handle = snap.layered(inner) if layers else snap
-        elif isinstance(snap, StackSnapshot):
-            handle = snap.handle
-        if isinstance(base, SnapshotEnv) and type(base).restore is SnapshotEnv.restore:
-            result = base._restore(handle, seed, through)
+        if seed is not None:
+            _reseed(wrappers, seed)
+        if isinstance(base, SnapshotEnv) and type(base).restore is SnapshotEnv.restore and not inner:
+            result = base._restore(snap, seed, through)
         else:
+            handle: Any = snap
+            if isinstance(snap, Snapshot):
+                handle = snap.layered(inner) if layers else snap
+            elif isinstance(snap, StackSnapshot):
+                handle = snap.handle
             result = _restore_foreign(base, handle, seed, through, undoable=any(c.observe for _, c in wrappers))
     except BaseException:
-        for (wrapper, _), held in zip(wrappers, before, strict=True):
+        for wrapper, held in before:
             _put_back(wrapper, held)
         raise
-    for (wrapper, codec), transition in zip(reversed(wrappers), outputs, strict=True):
-        if codec.after is not None:
-            codec.after(wrapper, transition)
+    for tell, wrapper, transition in told:
+        tell(wrapper, transition)
     return result
 
 
@@ -356,6 +358,7 @@ def _packed(layers: tuple[Layer, ...]) -> bytes:
 # Walking the stack.
 
 _Coded = tuple[AnyWrapper, WrapperCodec]
+_Changing = tuple[AnyWrapper, WrapperCodec, Layer]
 
 
 def _base(env: AnyEnv) -> Any:
@@ -373,14 +376,14 @@ def _base(env: AnyEnv) -> Any:
 
 def _stack(env: AnyEnv) -> tuple[list[_Coded], Any]:
     """The relevant wrappers with their codecs, outermost first, and the base environment."""
-    base = _base(env)
     wrappers = []
     inner: Any = env
-    while inner is not base:
+    while isinstance(inner, gym.Wrapper):
         if not isinstance(inner, SnapshotWrapper):
-            wrappers.append((inner, codec_of(inner)))
+            wrappers.append(inner)
         inner = inner.env
-    return wrappers, base
+    base = inner if isinstance(inner, SnapshotEnv) else _base(inner)
+    return [(wrapper, codec_of(wrapper)) for wrapper in wrappers], base
 
 
 def _captures_stack(base: Any) -> bool:
@@ -388,19 +391,50 @@ def _captures_stack(base: Any) -> bool:
     return bool(getattr(base, "captures_stack", False))
 
 
+_SIMPLE = frozenset({type(None), bool, int})
+
+
+def _simple(wrapper: AnyWrapper, codec: WrapperCodec) -> Layer | None:
+    """Layer that `_capture` would make, in a fraction of its time, if it is of a few numbers and flags; else None.
+
+    Wrappers in equal states share one layer, so that one which is still in the state of a snapshot has the very same.
+    """
+    if codec.simple is None:
+        return None
+    kind: Any = type(wrapper)
+    try:
+        return _shared(codec, kind, *codec.simple(wrapper))
+    except TypeError:  # there is something else; perhaps it cannot be hashed
+        return None
+
+
+@functools.lru_cache(1024, typed=True)  # typed: True equals 1
+def _shared(codec: WrapperCodec, kind: Any, action_space: None, observation_space: None, *values: Any) -> Layer:
+    if action_space is not None or observation_space is not None or not _SIMPLE.issuperset(map(type, values)):
+        raise TypeError("expected a few numbers and flags, and no spaces")
+    named = list(zip((*codec.config, *codec.state), values, strict=True))
+    config, state = dict(named[: len(codec.config)]), dict(named[len(codec.config) :])
+    return Layer(class_name(kind), config, [state, []])
+
+
 def _capture(wrapper: AnyWrapper, codec: WrapperCodec) -> Layer:
     values = {name: getattr(wrapper, name) for name in codec.state}
     for name, value in values.items():
-        if name in codec.adapters:
-            values[name] = codec.adapters[name].read(value)
+        adapter = codec.adapters.get(name)
+        if adapter is not None and adapter.read is not None:
+            values[name] = adapter.read(value)
         elif type(value) not in ATOMS:
             values[name] = copy.deepcopy(value)
     streams = []
     if not _adds_no_space(wrapper):
         _materialise(wrapper)
         streams = randomness.capture_spaces(*_spaces_of(wrapper), but=_inside(wrapper))
-    # What is remembered is a private copy that nobody changes.
-    state = [values, streams, vars(wrapper).get(OUTPUT)] if codec.remember else [values, streams]
+    state = [values, streams]
+    if codec.remember:
+        last = vars(wrapper).get(OUTPUT)  # a private copy that nobody changes
+        if last is None:
+            raise ResetNeeded(f"{name_of(wrapper)} has returned nothing yet: call reset() through it before a snapshot")
+        state.append(last)
     return Layer(name_of(wrapper), _config(wrapper, codec), state)
 
 
@@ -410,12 +444,13 @@ def _config(wrapper: AnyWrapper, codec: WrapperCodec) -> dict[str, Any]:
     return {name: comparable(getattr(wrapper, name)) for name in codec.config}
 
 
-def _apply(wrappers: Sequence[_Coded], layers: Sequence[Layer], seed: int | None) -> None:
-    for (wrapper, codec), layer in zip(wrappers, layers, strict=True):
+def _apply(wrappers: Sequence[_Changing], seed: int | None) -> None:
+    for wrapper, codec, layer in wrappers:
         values, streams = layer.state[:2]
         for name, value in values.items():
-            if name in codec.adapters:
-                value = codec.adapters[name].write(getattr(wrapper, name), value)
+            adapter = codec.adapters.get(name)
+            if adapter is not None and adapter.write is not None:
+                value = adapter.write(getattr(wrapper, name), value)
             elif type(value) not in ATOMS:
                 value = copy.deepcopy(value)
             setattr(wrapper, name, value)
@@ -423,8 +458,6 @@ def _apply(wrappers: Sequence[_Coded], layers: Sequence[Layer], seed: int | None
             vars(wrapper)[OUTPUT] = tuple(layer.state[2])
         if seed is None and (streams != [] or not _adds_no_space(wrapper)):
             randomness.restore_spaces(streams, *_spaces_of(wrapper), but=_inside(wrapper))
-    if seed is not None:
-        _reseed(wrappers, seed)
 
 
 _Held = tuple[dict[str, Any], Any, list[Any]]
@@ -495,29 +528,39 @@ def _restore_foreign(
         getattr(undo, "release", lambda: None)()
 
 
-def _check_layers(wrappers: Sequence[_Coded], layers: Sequence[Layer], *, trusted: bool) -> None:
-    """Check that the layers fit, and that layers from a file hold the types of `_capture`."""
-    names = [name_of(wrapper) for wrapper, _ in wrappers]
-    if names != [layer.name for layer in layers]:
-        theirs = [layer.name for layer in layers]
+def _changing(wrappers: Sequence[_Coded], layers: Sequence[Layer], *, trusted: bool) -> list[_Changing]:
+    """The wrappers that are not in the state of their layers, with these, all of which fit."""
+    found = []
+    fits = len(wrappers) == len(layers)
+    for (wrapper, codec), layer in zip(wrappers, layers):
+        now = _simple(wrapper, codec)
+        if now is not layer:
+            found.append((wrapper, codec, layer))
+            fits = fits and layer.name == name_of(wrapper)
+    if not fits:
+        names, theirs = [name_of(wrapper) for wrapper, _ in wrappers], [layer.name for layer in layers]
         raise SnapshotMismatch(
             f"this environment is wrapped in {names}, the snapshot was taken through {brief(theirs, 1000)}"
         )
-    for (wrapper, codec), layer in zip(wrappers, layers):
-        config = _config(wrapper, codec)
-        if (config or layer.config) and not _is_same(config, layer.config):
-            raise SnapshotMismatch(
-                f"{layer.name} has {brief(config, 1000)}, in the snapshot {brief(layer.config, 1000)}"
-            )
-        if trusted:
-            continue
-        try:
-            fits = _is_state(wrapper, codec, layer.state)
-        except Exception as error:  # a codec may raise anything on content that lies
-            _refuse(layer.name, error, trusted=False)
-            raise
-        if not fits:
-            raise SnapshotCorrupt(f"expected the attributes {codec.state} of {layer.name}, found {brief(layer.state)}")
+    for wrapper, codec, layer in found:
+        _check_layer(wrapper, codec, layer, trusted=trusted)
+    return found
+
+
+def _check_layer(wrapper: AnyWrapper, codec: WrapperCodec, layer: Layer, *, trusted: bool) -> None:
+    """Check that a layer fits, and that one from a file holds the types of `_capture`."""
+    config = _config(wrapper, codec)
+    if (config or layer.config) and not _is_same(config, layer.config):
+        raise SnapshotMismatch(f"{layer.name} has {brief(config, 1000)}, in the snapshot {brief(layer.config, 1000)}")
+    if trusted:
+        return
+    try:
+        fits = _is_state(wrapper, codec, layer.state)
+    except Exception as error:  # a codec may raise anything on content that lies
+        _refuse(layer.name, error, trusted=False)
+        raise
+    if not fits:
+        raise SnapshotCorrupt(f"expected the attributes {codec.state} of {layer.name}, found {brief(layer.state)}")
 
 
 def _refuse(who: str, error: Exception, *, trusted: bool) -> None:

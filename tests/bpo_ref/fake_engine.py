@@ -54,6 +54,7 @@ class FakeServer:
     model: Any
     tokenizer: Any = None
     context: int = 256
+    vllm: Any = "0.32.0"
     logprobs_mode: str = "processed_logprobs"
     missing: tuple[str, ...] = ()
     """Paths that it does not know."""
@@ -87,7 +88,7 @@ class FakeServer:
         self.version, self.paused, self.asleep, self.turns = "default", False, False, 0
         self.changed = threading.Condition()
         self.closing = threading.Event()
-        self.http = ThreadingHTTPServer(("127.0.0.1", self.port), _Handler)
+        self.http = _Http(("127.0.0.1", self.port), _Handler)
         self.http.daemon_threads = False
         self.http.fake = self  # type: ignore[attr-defined]
         self.port = self.http.server_address[1]
@@ -117,6 +118,8 @@ class FakeServer:
             return {
                 "data": [{"id": "policy", "max_model_len": self.context}, *({"id": name} for name in self.adapters)]
             }
+        if path == "/version":
+            return {"version": self.vllm}
         if path == "/weight_info":
             return {"weight_version": self.version}
         if path == "/tokenize":
@@ -226,6 +229,10 @@ class FakeServer:
         }
 
 
+class _Http(ThreadingHTTPServer):
+    request_queue_size = 256  # so many may knock at the same time
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
@@ -295,7 +302,7 @@ def nan(answer: dict[str, Any]) -> None:
     place(answer)["logprob"] = math.nan
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 20.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 120.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

@@ -57,7 +57,9 @@ PLACES = ("local", "process")
 
 
 class Chooser(Wanderer):
-    """Chooses an admissible command, or 0 or 1, from the path's stream."""
+    """Chooses an admissible command, or one of the ``choices``, from the path's stream."""
+
+    choices: Sequence[Any] = (0, 1)
 
     def record(self, action: Action) -> Any:
         return [action.text, action.entropy, action.position]
@@ -66,7 +68,7 @@ class Chooser(Wanderer):
         return [Action(text, entropy=entropy, position=at, tokens=3) for text, entropy, at in records]
 
     def _act(self, context: Context) -> Action:
-        commands = context.info.get("admissible_commands") or [0, 1]
+        commands = context.info.get("admissible_commands") or self.choices
         drawn = commands[int(context.rng.integers(len(commands)))]
         return Action(drawn, entropy=context.rng.random(), position=10 * context.depth, tokens=3)
 

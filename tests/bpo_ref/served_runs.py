@@ -60,6 +60,8 @@ def greedily(monkeypatch: pytest.MonkeyPatch) -> None:
     for kind in (Session, ServedSession):
         generate = kind.generate
         monkeypatch.setattr(kind, "generate", lambda self, rows, rngs=None, generate=generate: generate(self, rows))
+    asked = ServedSession._requests
+    monkeypatch.setattr(ServedSession, "_requests", lambda self, rows, rngs: asked(self, rows, None))
 
 
 def told(trees: list[RolloutTree]) -> list[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fake_engine import FakeServer
 
 from bpo_ref.experiments import bench_large
 from bpo_ref.experiments.bench_large import ALL_SHAPES, BENCHES, LARGE, model_of
@@ -17,6 +18,20 @@ def test_it_runs_at_a_small_size(name: str, capsys: pytest.CaptureFixture[str]) 
     assert "| check |" in said and "parameters" in said
     if name == "update":
         assert float(said.rstrip(" |\n").rpartition("|")[2]) < 1e-4  # the gradients agree
+
+
+def test_servers_are_measured_with_the_weights_that_they_have(capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_of("check", context=64)
+    with FakeServer(model) as one, FakeServer(model) as other:
+        bench_large.main(["server", "--shape", "check", "--repeats", "1", "--server", one.url, other.url])
+        said = capsys.readouterr().out
+        assert "| check | lockstep | 8 | 2 |" in said and "| check | async | 8 | 2 |" in said
+        assert len(one.requests) + len(other.requests) == 2 * 2 * 8 * 2
+        other.version = "another"
+        with pytest.raises(SystemExit, match="expected all of them to have the same weights"):
+            bench_large.main(["server", "--shape", "check", "--server", one.url, other.url])
+    with pytest.raises(SystemExit):
+        bench_large.main(["server"])
 
 
 @pytest.mark.slow

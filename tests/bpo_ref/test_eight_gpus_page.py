@@ -78,7 +78,7 @@ def submitted(folder: Path, fate: str) -> int:
         time.sleep(0.01)
     if fate == "waits":
         process.send_signal(signal.SIGTERM)
-    return process.wait(timeout=30)
+    return process.wait(timeout=120)
 
 
 def test_a_job_at_its_time_limit_saves_is_put_back_and_continues(job: Path) -> None:

@@ -31,11 +31,13 @@ from bpo_ref import supervised, train
 from bpo_ref.args import Args
 from bpo_ref.eval import evaluate
 from bpo_ref.learning.checkpoint import load_checkpoint
-from bpo_ref.sampling.env_source import ask
+from bpo_ref.sampling.env_source import ask, env_source
 from bpo_ref.sampling.policy import collect_demonstrations
 from bpo_ref.session import TrainingFailed, TrainingSession
+from sandboxgym.sandbox.base import Limits
 from sandboxgym.task_env import task_count
 from sandboxgym.tree import Action, Envs
+from sandboxgym.tree.lockstep import Lockstep
 from sandboxgym.workers.env_host import CallTimedOut, FleetError, WorkerDied
 from sandboxgym.workers.pool import PooledEnvs
 
@@ -90,6 +92,21 @@ def test_environments_that_die_by_chance_change_nothing(tmp_path: Path, algo: An
         line.pop("rollout/env_failures", None)
     assert mine == theirs
     assert_same_weights(tmp_path / "perishing", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("algo", ["bpo", "bpo-paper", "vineppo"])
+def test_a_run_goes_on_without_what_its_deadline_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, algo: Any
+) -> None:
+    """All forks of an update, which come last; then everything, with which it ends."""
+    monkeypatch.setattr(Lockstep, "passed", lambda self: bool(self.deadline and self.cohorts and not self.live_paths()))
+    options: dict[str, Any] = {"algo": algo, "sft_steps": 0, "env_id": FATES, "rollout_timeout": 600.0, "updates": 2}
+    trainer = trained(tmp_path, **options)
+    assert trainer.session.step == 2 and max(logged(tmp_path, "rollout/dropped_paths")) > 0
+    assert all(torch.isfinite(value).all() for value in trainer.session.policy.state_dict().values())
+    monkeypatch.setattr(Lockstep, "passed", lambda self: bool(self.deadline))
+    with pytest.raises(TrainingFailed, match=r"took longer than 600.0 s"):
+        trained(tmp_path / "other", **options)
 
 
 @pytest.mark.parametrize(
@@ -191,6 +208,16 @@ def test_an_error_in_a_question_is_the_askers(pooled: PooledEnvs) -> None:
     assert pooled._taken == [0, 0] and sum(map(len, pooled._free)) == 1
 
 
+def test_on_a_cluster_every_call_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[dict[str, Any]] = []
+    monkeypatch.setattr("sandboxgym.workers.fleet.RayEnvs", lambda *_, **options: made.append(options))
+    options: dict[str, Any] = {"kwargs": (), "max_turns": 5, "place": "ray"}
+    for env, timeout in (("ALFWorld", None), ("SWEBench", None), ("ALFWorld", 7.0), ("ALFWorld", 0.0)):
+        env_source(f"sandboxgym/{env}-v0", timeout=timeout, **options)
+    found = [(each["timeout"], each.get("reset_timeout")) for each in made]
+    assert found == [(60.0, 600.0), (Limits().seconds + 2 * 1800.0 + 60.0,) * 2, (7.0, None), (None, None)]
+
+
 @pytest.mark.parametrize("error", [WorkerDied("it was lost"), FleetError("no node"), CallTimedOut("it took long")])
 def test_environments_that_are_lost_for_good_end_a_run_with_a_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
@@ -212,6 +239,7 @@ def test_an_episode_without_an_end_counts_as_not_solved(perishing: Any) -> None:
         score = evaluate(even, envs, 6, retries=1)
         assert (score.successes, score.n, score.dropped) == (4, 6, 2)
         assert score.outcomes == (1, 0, 1, 1, 0, 1)
+        assert (score.reward, score.turns) == (1.0, 4.0)  # of those that ended: a 0 is no reward of the others
         perishing(lambda env, action: True)
         with pytest.raises(RuntimeError, match="none of 6 episodes ended"):
             evaluate(even, envs, 6, retries=1)

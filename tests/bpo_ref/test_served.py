@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -142,11 +143,15 @@ def test_answers_reach_their_rows_in_whatever_order_they_come() -> None:
 
 def test_no_request_waits_for_another() -> None:
     model = llama()
-    with FakeServer(model, fault=lambda number: Fault(latency=1.0)) as server:
-        session = session_of(fleet_of(server), model, [[5, 6]] * 16, max_new_tokens=1)
-        began = time.monotonic()
+    all_are_there = threading.Barrier(16)
+
+    def waiting(number: int) -> Fault:
+        all_are_there.wait(60)
+        return Fault()
+
+    with FakeServer(model, fault=waiting) as server:
+        session = session_of(fleet_of(server, seconds=120.0, retries=0), model, [[5, 6]] * 16, max_new_tokens=1)
         session.generate(range(16), streams(16))
-        assert time.monotonic() - began < 16 / 2
 
 
 def early(answer: dict[str, Any]) -> None:
@@ -176,6 +181,8 @@ def versions(*spans: tuple[str, int, int]) -> Callable[[dict[str, Any]], None]:
     return change
 
 
+CACHED, LESS = ({"prompt_tokens_details": {"cached_tokens": count}} for count in ("many", -3))
+
 FAULTS: dict[str, tuple[Fault, str]] = {  # and what the error names, if it goes on
     "it fails": (Fault(status=500, body=b'{"error": "CUDA"}'), "status 500.*CUDA"),
     "it is busy": (Fault(status=429, body=b"later"), "status 429.*later"),
@@ -198,6 +205,11 @@ FAULTS: dict[str, tuple[Fault, str]] = {  # and what the error names, if it goes
     "log-probabilities of others": (spoiled(lambda answer: place(answer).update(token_id=0)), "those of others"),
     "not a number": (spoiled(nan), "finite log-probabilities"),
     "a probability above 1": (spoiled(lambda answer: place(answer).update(logprob=0.5)), "finite log-probabilities"),
+    "a number of hundreds of digits": (spoiled(lambda answer: place(answer).update(logprob=-(10**400))), "finite log"),
+    "text for a number": (spoiled(lambda answer: place(answer).update(logprob="-1")), "expected a number, found '-1'"),
+    "text for a count": (spoiled(lambda answer: answer.update(usage=CACHED)), "a whole number, found 'many'"),
+    "a count below 0": (spoiled(lambda answer: answer.update(usage=LESS)), "a number of cached tokens, found -3"),
+    "a hundred thousand brackets": (Fault(body=b"[" * 100000), "expected JSON"),
     "no version": (spoiled(lambda answer: choice(answer).update(weight_versions=None)), "vLLM 0.32 or newer"),
     "a version of some tokens": (spoiled(versions(("v0", 0, 1))), "version of the weights of every token"),
     "a version from a later token": (spoiled(versions(("v0", 1, 9))), "version of the weights of every token"),
@@ -232,8 +244,8 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again(fault: Fault) -> N
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"no answer to /inference/v1/generate within 0.4 s; asked 2 times"):
             session.generate([0], streams(1))
-        assert time.monotonic() - began < 5
-        assert len(server.requests) == 2
+        assert time.monotonic() - began < 30
+        wait_until(lambda: len(server.requests) == 2)
 
 
 def test_a_late_answer_is_not_taken_for_the_next_ones() -> None:
@@ -256,7 +268,7 @@ def test_the_first_error_does_not_wait_for_slow_answers() -> None:
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"refuses.*no such thing"):
             session.generate([0, 1], streams(2))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < 25
 
 
 def test_the_next_server_is_asked_where_one_has_died() -> None:
@@ -353,6 +365,8 @@ class Words:
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a short context": ({"context": 32}, "expected a context of at least 64 tokens, found 32"),
     "another tokenizer": ({"tokenizer": lambda text, **_: {"input_ids": [1]}}, r"another tokenizer: .*found \[1\]"),
+    "an old version": ({"vllm": "0.19.1"}, "expected vLLM 0.32 or newer, found 0.19.1"),
+    "a version that is none": ({"vllm": None}, "expected an answer with version"),
     "raw log-probabilities": ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs.*raw_logprobs"),
     "no way to change weights": ({"missing": ("/weight_info",)}, "start it with VLLM_SERVER_DEV_MODE=1"),
     "another program": ({"missing": ("/v1/models",)}, "refuses /v1/models with status 404"),
@@ -367,6 +381,82 @@ def test_a_server_of_something_else_is_refused_with_what_differs(name: str) -> N
         fleet_of(good).check(expected)
         with pytest.raises(EngineError, match=rf"^{server.url}.*{named}"):
             fleet_of(good, server).check(expected)
+
+
+def test_adapters_of_which_a_server_tells_nonsense_are_refused() -> None:
+    model = llama()
+    tokens = Words()("go to", add_special_tokens=False)["input_ids"]
+    with FakeServer(model, tokenizer=Words(), vllm="dev") as server:
+        answer = server.answer
+        for lora in ("none", ["none"], {"max_lora_rank": "8"}, {"max_lora_rank": None}):
+
+            def told(path: str, body: Any, lora: Any = lora) -> Any:
+                found = answer(path, body)
+                return (
+                    found if path != "/server_info" else {"vllm_config": found["vllm_config"] | {"lora_config": lora}}
+                )
+
+            server.answer = told  # type: ignore[method-assign]
+            with pytest.raises(EngineError, match=rf"^{server.url}: expected an answer with max_lora_rank, found"):
+                fleet_of(server, retries=0).check(Expected(LIMIT, "go to", tokens, (0.7,), 8))
+
+
+def test_a_pause_whose_answer_is_lost_is_ended() -> None:
+    """Else nobody gets an answer of the server any more, other runs included."""
+    model = llama()
+    with FakeServer(model) as server:
+        answer = server.answer
+
+        def lost(path: str, body: Any) -> Any:
+            answer(path, body)
+            if path == lost_at[-1]:
+                raise RuntimeError("lost on its way")
+            return {}
+
+        server.answer = lost  # type: ignore[method-assign]
+        lost_at: list[str] = []
+        for each in ("/pause", "/update_weight_version", "/collective_rpc"):
+            lost_at.append(each)
+            with pytest.raises(EngineError):
+                VllmEngine(server.url).load("/nowhere", "v1", seconds=5.0)
+            assert not server.paused
+
+
+def test_processes_that_find_a_server_started_again_load_its_weights_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, loading, go_on = llama(), threading.Event(), threading.Event()
+    with FakeServer(model) as server, caplog.at_level(logging.INFO):
+        loaded: list[str] = []
+
+        def load(folder: str, version: str, *, seconds: float) -> None:
+            loaded.append(version)
+            loading.set()
+            assert go_on.wait(120)
+            server.version = version
+
+        processes = [fleet_of(server), fleet_of(server)]
+        verified: list[str] = []
+        for fleet in processes:
+            fleet.serve(str(tmp_path), "v0", lambda engine: verified.append(engine.name), load=False)
+            fleet.engines[0].load = load  # type: ignore[method-assign]
+        server.version = "default"  # it was started again
+
+        def other() -> None:
+            assert loading.wait(120)
+            session_of(processes[1], model, [[5]]).generate([0], streams(1))
+
+        def let_go() -> None:
+            wait_until(lambda: "another process loads the weights" in caplog.text)
+            go_on.set()
+
+        threads = [threading.Thread(target=each) for each in (other, let_go)]
+        for thread in threads:
+            thread.start()
+        session_of(processes[0], model, [[5]]).generate([0], streams(1))
+        for thread in threads:
+            thread.join()
+    assert loaded == ["v0"] and len(verified) == 2
 
 
 def test_a_server_without_the_token_interface_is_told_how_to_start() -> None:
@@ -404,7 +494,7 @@ def test_actions_in_threads_come_back_in_order_and_stop_each_other() -> None:
         raise KeyError("first")
 
     def wait(stop: threading.Event) -> int:
-        told.append(stop.wait(20))
+        told.append(stop.wait(120))
         return 1
 
     assert served.at_once([lambda _, i=i: i for i in range(50)], most=3) == list(range(50))  # type: ignore[misc]

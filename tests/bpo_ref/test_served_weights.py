@@ -7,13 +7,15 @@ import json
 import subprocess
 import sys
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from components import missing
-from fake_engine import FakeServer, Fault, wait_until
+from fake_engine import FakeServer, Fault
+from safetensors import SafetensorError
 from served_runs import (
     SMALL,
     assert_greedy_trees_are_equal,
@@ -31,7 +33,9 @@ from bpo_ref.eval import defaults
 from bpo_ref.learning.models import add_adapter, load_policy
 from bpo_ref.learning.tiny import TINY_SIZES, tiny_model
 from bpo_ref.run_log import RunLog
+from bpo_ref.running import servers
 from bpo_ref.sampling import weights as weights_module
+from bpo_ref.sampling.engine import EngineError
 from bpo_ref.sampling.generate import score
 from bpo_ref.sampling.vllm import LOADING
 from bpo_ref.sampling.weights import plain_weights, rolled, shaken, write_weights
@@ -134,6 +138,32 @@ def test_a_loading_that_fails_is_repeated_and_half_loaded_weights_have_no_versio
         assert not server.paused, "others may use it"
 
 
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("I/O error: full")])
+def test_weights_that_cannot_be_written_stop_all_processes_with_a_sentence(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise error
+
+    told: list[Any] = []
+    with server_of(folder) as server:
+        trainer = trainer_of(folder, tmp_path, server)
+        monkeypatch.setattr(weights_module, "write_weights", full)
+        monkeypatch.setattr(servers, "broadcast_object_list", lambda things: told.append(things) or things)
+        with pytest.raises(TrainingFailed, match=r"server_weights: the weights cannot be written to .*served"):
+            trainer.run()
+    trainer = types.SimpleNamespace(is_main_process=True, num_processes=2)
+    publisher = types.SimpleNamespace(folder=tmp_path)
+    several = servers.Servers(publisher, trainer, sharded=False, sleeps=False)  # type: ignore[arg-type]
+    with pytest.raises(EngineError, match="server_weights: "):
+        several._ask(full)
+    assert told and told[-1][0][0].startswith("server_weights: "), "the others, which wait for the first one"
+    error = KeyError("a mistake in the program")
+    with pytest.raises(KeyError):
+        several._ask(full)
+    assert len(told) == 2
+
+
 @pytest.fixture(scope="module")
 def uninterrupted(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
     """Weights of a run of three updates that nothing disturbs."""
@@ -149,11 +179,21 @@ def test_a_server_that_is_killed_in_a_rollout_and_started_again_gets_the_weights
     with server_of(folder) as server:
         count = len(server.requests)
         trainer = trainer_of(folder, tmp_path, server, updates=3, server_retries=5)
+        reached, struck = threading.Event(), threading.Event()
+
+        def waiting(number: int) -> Fault:
+            if server.loads != 3 or number < count + 22 or struck.is_set():
+                return Fault()
+            reached.set()
+            return Fault(latency=300.0)  # until it is stopped
 
         def restart() -> None:
-            wait_until(lambda: server.loads == 3 and len(server.requests) > count + 22, 60)
+            assert reached.wait(300)
+            struck.set()
             server.stop()
             server.start()
+
+        server.fault = waiting
 
         thread = threading.Thread(target=restart)
         thread.start()

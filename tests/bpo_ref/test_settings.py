@@ -25,7 +25,7 @@ BASE: dict[str, Any] = {
 }  # fmt: skip
 
 DRAWN: dict[str, tuple[Any, ...]] = {
-    "seed": (0, 1, 7), "env_workers": (0,) * 9 + (1,), "env_timeout": (0.0,) * 9 + (60.0,),
+    "seed": (0, 1, 7), "env_workers": (0,) * 9 + (1,), "env_timeout": (None,) * 9 + (60.0,),
     "env_threads": (1, 2), "env_overlap": (False, True), "env_retries": (0, 2),
     "max_live": (1, 3, 1024), "max_turns": (1, 3, 5), "tiny_vocabulary": (0, 300), "dtype": ("float32", "bfloat16"),
     "lora_r": (0, 0, 0, 2), "gradient_checkpointing": (False, True), "prompt": ("plain", "react", "choice"),
@@ -67,7 +67,8 @@ DRAWN: dict[str, tuple[Any, ...]] = {
     "eval_episodes": (1, 3), "eval_untrained": (False, True), "eval_every": (1, 10), "save_every": (1, 10),
     "eval_temperature": (1.0, 0.5, 0.0), "lookahead_least": (0.0, 0.1, 10.0),
     "network": ("none", "none", "lookahead", "baseline", "both"), "split_variance": ("returns", "returns", "fair"),
-    "journal": ("exact", "quick", "off"), "env_capture_every": (0, 2),
+    "journal": ("exact", "quick", "off"), "env_capture_every": (0, 2), "rollout_timeout": (0.0, 600.0),
+    "driver": ("auto", "auto", "lockstep", "async"),
 }  # fmt: skip
 """Values that look valid, and some that are not, by field."""
 APART = {
@@ -75,6 +76,8 @@ APART = {
     "out": "a folder of the test",
     "envs": "other processes: test_train.py, test_fleet.py",
     "env_store": "the same",
+    "env_store_every": "the same",
+    "env_store_bandwidth": "the same",
     "ray_address": "the same",
 }
 """Fields that are not among them, and why."""

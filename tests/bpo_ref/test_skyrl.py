@@ -140,6 +140,19 @@ def test_skyrl_gets_our_advantages_token_by_token_once(player: Players, rows: li
         estimate(rewards, ones, uids(output), **options)
 
 
+def test_prompts_that_skyrl_filters_out_are_forgotten_in_time(player: Players, rows: list[TokenRow]) -> None:
+    made = generator(player, Client(player.model))
+    for first in (0, 3, 0):  # the first batch is filtered out, and one of its prompts comes again
+        output = asyncio.run(made.generate(batch([first])))
+    ones = aligned([[1.0] * len(row) for row in output["rewards"]])
+    advantages, _ = estimate(aligned(output["rewards"]), ones, uids(output))
+    assert torch.equal(advantages, aligned([row.advantages for row in rows]))
+    assert [sorted(kept) for kept in adapter._credited] == [[], ["p3"], []]
+    for _ in range(100):
+        adapter._credited.append({})
+    assert not any(adapter._credited)
+
+
 def test_what_the_estimator_cannot_serve_is_refused(player: Players) -> None:
     output = asyncio.run(generator(player, Client(player.model)).generate(batch([0, 1])))
     rewards, names = aligned(output["rewards"]), uids(output)
@@ -169,7 +182,7 @@ def test_an_evaluation_has_as_many_independent_rollouts_as_it_asks_for(player: P
     assert [one.repetition_id for one in output["trajectory_ids"]] == [0, 1, 2] * 2
     assert output["is_last_step"] == [True] * 6
     assert not any(row.path.start.depth for row in rows)
-    assert not adapter._credited
+    assert not any(adapter._credited)
 
 
 def test_repeated_prompts_are_one_tree_in_training(player: Players) -> None:

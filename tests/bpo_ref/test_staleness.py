@@ -176,6 +176,7 @@ def test_an_updates_rollouts_are_sampled_with_the_weights_of_the_one_before(
         trainer.run()
         updates = [entry for entry in logged if "rollout/sampler_mismatch" in entry]
         assert [entry["rollout/sampler_mismatch"] > 1e-3 for entry in updates] == [False, True, True]
+        assert [entry["rollout/staleness"] for entry in updates] == [0.0, 1.0, 1.0]
         assert [entry["rollout/sampler_effective"] < 0.999 for entry in updates] == [False, True, True]
         assert len(seen) == 3 and not same(seen[0], seen[1])
 
@@ -390,6 +391,19 @@ def test_sharded_weights_are_refused(folder: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(Replicated, "sharded", True)
     with pytest.raises(ConfigError, match="staleness: needs whole weights"):
         stale_trainer(folder, tmp_path)
+
+
+def test_rows_too_long_for_sharded_weights_are_refused_with_both_numbers(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Replicated, "sharded", True)
+    given: dict[str, Any] = {**SMALL, "backend": "hf", "model": str(folder), "micro_tokens": 159}
+    with pytest.raises(ConfigError, match=r"long_rows: rows of up to 160 tokens .* parts of 159"):
+        Trainer(Args(**given, out=str(tmp_path / "split")))
+    for more in ({"micro_tokens": 160}, {"long_rows": "whole"}):
+        trainer = Trainer(Args(**given | more, out=str(tmp_path / "-".join(more))))
+        assert trainer.args.long_rows == "whole"
+        trainer.session.close()
 
 
 @pytest.mark.slow

@@ -195,7 +195,8 @@ def test_environments_in_worker_processes_give_the_same_run(finished: Path, tmp_
 
 @pytest.mark.slow
 def test_snapshots_that_stay_in_worker_processes_give_the_same_run(finished: Path, tmp_path: Path) -> None:
-    trained(tmp_path / "run", envs="process", env_workers=2, env_store=str(tmp_path / "store"))
+    store: dict[str, Any] = {"env_store": str(tmp_path / "store"), "env_store_every": 2, "env_store_bandwidth": 1e5}
+    trained(tmp_path / "run", envs="process", env_workers=2, **store)
     assert metrics(tmp_path / "run") == metrics(finished)
     assert_same_weights(tmp_path / "run", finished)
 
@@ -206,6 +207,8 @@ def test_snapshots_that_stay_in_worker_processes_give_the_same_run(finished: Pat
         ({"env_workers": 2}, "env_workers"),
         ({"env_timeout": 9.0}, "env_timeout"),
         ({"env_store": "snapshots"}, "env_store"),
+        ({"env_store_every": 2}, "env_store_every"),
+        ({"env_store_bandwidth": 1e6}, "env_store_bandwidth"),
         ({"ray_address": "auto"}, "ray_address"),
     ],
 )

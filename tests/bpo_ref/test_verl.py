@@ -262,6 +262,48 @@ def test_a_rollout_that_fails_is_reported_to_verl_and_the_next_one_goes_on(
     assert "expected rows with extra_info['task'], found extra_info={}" in caplog.text
 
 
+def test_a_failure_that_verl_could_not_be_told_of_is_told_again(
+    player: Players, queue: Queue, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapter, "_AGAIN", 0.01)
+    refusals = [ConnectionError("the queue is full")] * 3
+    put = queue.kv_batch_put
+
+    def refusing(*args: Any, **options: Any) -> None:
+        if refusals:
+            raise refusals.pop()
+        put(*args, **options)
+
+    monkeypatch.setattr(queue, "kv_batch_put", refusing)
+    made = manager(player, Client(player.model), "rloo")
+    made.generate_sequences(batch([0]))
+    assert until_settled(queue, ["prompt-0"]) == ["failure"]
+    assert caplog.text.count("verl was not told") == 2
+
+
+def test_a_manager_closes_its_environments_with_the_process(
+    player: Players, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    algorithms = ModuleType("verl.trainer.ppo.core_algos")
+    algorithms.register_adv_est = lambda name: lambda function: function  # type: ignore[attr-defined]
+    for name in ("verl.trainer", "verl.trainer.ppo"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, algorithms.__name__, algorithms)
+    at_exit: list[Any] = []
+    monkeypatch.setattr(adapter.atexit, "register", at_exit.append)
+    closed: list[str] = []
+
+    class Manager(type(manager(player, None))):  # type: ignore[misc]
+        def environments(self) -> Any:
+            return SimpleNamespace(close=lambda: closed.append("environments"))
+
+    made = Manager.create(configuration(), None)
+    (end,) = at_exit
+    end()
+    made.close()
+    assert closed == ["environments"] * 2
+
+
 class Fragile:
     """A source of environments of which the first one that is asked for cannot be stepped."""
 
@@ -397,6 +439,7 @@ def test_verls_own_loss_with_our_advantages_has_our_gradient(
 
 
 @pytest.mark.slow
+@pytest.mark.xdist_group("ray")
 def test_a_batch_goes_through_verls_own_queue_buffer_padding_and_advantages(player: Players) -> None:
     """On a Ray cluster of this process, from `generate_sequences` to what verl's actors would be given."""
     real()
@@ -407,7 +450,8 @@ def test_a_batch_goes_through_verls_own_queue_buffer_padding_and_advantages(play
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer
     from verl.utils import tensordict_utils as tu
 
-    ray.init(num_cpus=32, include_dashboard=False, log_to_driver=False)  # as many as the queue's actors ask for
+    # As many CPUs as the queue's actors ask for; and not on the cluster of other tests, which Ray finds in /tmp.
+    ray.init("local", num_cpus=32, include_dashboard=False, log_to_driver=False)
     try:
         tq.init()
         client = Client(player.model)

@@ -126,18 +126,34 @@ def server(untied: Path) -> Iterator[Server]:
     found.kill()
 
 
+@pytest.mark.parametrize(("embeddings", "driver"), [("tied", "async"), ("untied", "async"), ("tied", "lockstep")])
 def test_greedy_trees_are_those_of_the_sampler_in_the_process(
-    server: Server, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    folder: Path,
+    untied: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    embeddings: str,
+    driver: str,
 ) -> None:
     greedily(monkeypatch)
-    here = trainer_of(folder, tmp_path / "here", backend="hf", algo="bpo-paper")
-    there = trainer_of(folder, tmp_path / "there", server, algo="bpo-paper")
+    model = folder if embeddings == "tied" else untied
+    here = trainer_of(model, tmp_path / "here", backend="hf", algo="bpo-paper")
+    there = trainer_of(model, tmp_path / "there", server, algo="bpo-paper", driver=driver)
+    assert there.session.policy.config.tie_word_embeddings == (embeddings == "tied")
     assert_greedy_trees_are_equal(here, there)
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"lora_r": 2}], ids=["full", "tempered", "adapters"])
-def test_a_run_learns_from_its_turns(server: Server, folder: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    trainer_of(folder, tmp_path, server, **options).run()
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"temperature": 0.7}, {"lora_r": 2}, {"untied": True}],
+    ids=["full", "tempered", "adapters", "untied"],
+)
+def test_a_run_learns_from_its_turns(
+    server: Server, folder: Path, untied: Path, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    given = dict(options)
+    trainer_of(untied if given.pop("untied", False) else folder, tmp_path, server, **given).run()
     assert_little_mismatch(tmp_path)
 
 

@@ -44,6 +44,7 @@ SETTINGS: dict[str, Any] = {
     "sft_episodes": 4,
     "sft_batch": 3,
     "micro_tokens": 150,
+    "long_rows": "whole",
     "gradient_checkpointing": True,
 }
 SMALL = {"prompts": 4, "updates": 2, "eval_episodes": 2, "max_turns": 3, "max_new_tokens": 8, "env_threads": 1}

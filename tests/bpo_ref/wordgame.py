@@ -116,6 +116,17 @@ if "toys/Keyed-v0" not in gym.registry:
     gym.register("toys/Keyed-v0", entry_point=Keyed)
 
 
+class Listed(WordGame):
+    """The game with a list of some actions, for look-ahead."""
+
+    def _info(self, success: bool, *, valid: bool = True) -> dict[str, Any]:
+        return super()._info(success, valid=valid) | {"admissible_commands": ["task", "turn", "say a"]}
+
+
+if "toys/Listed-v0" not in gym.registry:
+    gym.register("toys/Listed-v0", entry_point=Listed)
+
+
 class Masking(WordGame):
     """The game with actions that end the episode so that its reward is meaningless."""
 

@@ -119,19 +119,19 @@ def server():
             limit = files.cut_after.pop(0) if files.cut_after else len(part)
             if files.stall is not None:
                 self._send(part[: len(part) // 2])
-                files.stall.wait(30)
+                files.stall.wait(300)
                 self._send(part[len(part) // 2 :])
             else:
                 self._send(part[:limit])
             self.close_connection = True
 
         def _send(self, chunk: bytes) -> None:
+            files.sent += len(chunk)  # before: whoever has received the last byte may look at once
             try:
                 self.wfile.write(chunk)
                 self.wfile.flush()
-                files.sent += len(chunk)
             except OSError:
-                pass
+                files.sent -= len(chunk)
 
         def _begin(self, tag: str) -> int | None:
             match = re.match(r"bytes=(\d+)-", self.headers.get("Range") or "")

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -213,23 +212,25 @@ def test_results_do_not_depend_on_how_many_play_at_once(here, run):
 
 def test_a_killed_run_is_continued_and_gives_what_an_uninterrupted_one_gives(here):
     arguments = ("quiz_env:Quiz", "--model", "m", "--samples", "4", "--concurrency", "3")
-    enough = threading.Event()
+    enough, go_on = threading.Event(), threading.Event()
+    go_on.set()
 
     def slow(request: Any) -> Any:
         if len(stub.requests) > 40:
             enough.set()
-            time.sleep(0.05)
+            go_on.wait(120)
         return answer(request)
 
     with chat_stub(slow) as stub:
         where = ("--base-url", stub.url)
         whole = process(here, *arguments, *where, "--out", "whole")
         assert whole.wait(120) == 0, whole.stderr.read()
-        enough.clear(), stub.requests.clear()
+        enough.clear(), go_on.clear(), stub.requests.clear()
         killed = process(here, *arguments, *where, "--out", "killed", start_new_session=True)
         assert enough.wait(60)
         os.killpg(killed.pid, signal.SIGKILL)
-        killed.wait(30)
+        killed.wait(60)
+        go_on.set()
         stub.settle()
         before = len(lines(here / "killed"))
         assert 0 < before < 48

@@ -30,10 +30,10 @@ def test_serves_until_interrupted(server):
     line = server.stdout.readline()
     found = re.fullmatch(r"500 tasks, 1,000 products: (http://127\.0\.0\.1:(\d+)) \(Ctrl-C ends it\)\n", line)
     assert found, line + server.stderr.read()
-    with urllib.request.urlopen(f"{found[1]}/start?goal=499", timeout=30) as answer:
+    with urllib.request.urlopen(f"{found[1]}/start?goal=499", timeout=120) as answer:
         assert answer.status == 200 and b"Instruction:" in answer.read()
     server.send_signal(signal.SIGINT)
-    assert server.communicate(timeout=30) == ("", "") and server.returncode == 0
+    assert server.communicate(timeout=120) == ("", "") and server.returncode == 0
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", int(found[2])), timeout=5):
         pass
 

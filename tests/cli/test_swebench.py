@@ -403,7 +403,7 @@ def test_missing_images_are_built_by_the_official_builder(run, tmp_path, monkeyp
     plugin.write_text(BUILDX)
     plugin.chmod(0o755)
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "config"))
-    base = f"sandboxgym-test-base:{os.getpid()}"
+    base = f"sandboxgym-test-cli-base:{os.getpid()}"
     names = [f"a__b{os.getpid()}-{number}" for number in range(2)]
     images = [f"swebench/sweb.eval.x86_64.{name}:latest".replace("__", "_1776_") for name in names]
     repository = tmp_path / "tasks-of-a-test"
@@ -433,7 +433,8 @@ def test_missing_images_are_built_by_the_official_builder(run, tmp_path, monkeyp
         one, other = json.loads(out)
         assert status == 1 and one["present"] and not other["present"], out
         assert "nothing" in other["error"] and "\n" not in other["error"]
-        assert not list(Path(tempfile.gettempdir()).glob("sandboxgym-build-*/logs/image_builder/*/a_1776_b*"))
+        logs = f"sandboxgym-build-*/logs/image_builder/*/a_1776_b{os.getpid()}-*"
+        assert not list(Path(tempfile.gettempdir()).glob(logs))
     finally:
         subprocess.run(["docker", "rmi", "-f", *images, base], capture_output=True)
 

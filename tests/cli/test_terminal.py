@@ -35,7 +35,7 @@ class Terminal:
                 os._exit(127)
         self.seen = ""
 
-    def expect(self, text: str, *, seconds: float = 30.0) -> str:
+    def expect(self, text: str, *, seconds: float = 120.0) -> str:
         """Read until the text appears; returns what came up to it, without colours."""
         deadline = time.monotonic() + seconds
         while text not in (plain := re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", self.seen)):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import os
 import pickle
+import tempfile
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -175,6 +178,44 @@ class KeepsChildren(Foreign):
             self.made[-1].restore(self.snapshot())
         children, self.made[:] = self.made[:], []
         return children
+
+
+class LeavesReports(Corridor):
+    """Fault: every fork that fails leaves a file."""
+
+    reports = math.inf
+    """That may be written."""
+
+    def fork(self, k, *, seed=None):
+        try:
+            return super().fork(k, seed=seed)
+        except Exception:
+            if type(self).reports > 0:
+                type(self).reports -= 1
+                os.close(tempfile.mkstemp()[0])
+            raise
+
+
+class LeavesOneReport(LeavesReports):
+    """No fault: the first fork that fails leaves a file, as a cache or another process does at some time."""
+
+    reports = 1
+
+
+class KeepsAFailure(Corridor):
+    """Fault: the last fork that failed leaves a descriptor, which the next one closes."""
+
+    left: list[int] = []
+
+    def fork(self, k, *, seed=None):
+        try:
+            return super().fork(k, seed=seed)
+        except Exception:
+            self.left.append(os.open(os.devnull, os.O_RDONLY))
+            for one in self.left[:-1]:
+                os.close(one)
+            del self.left[:-1]
+            raise
 
 
 class CountsTogether(Corridor):

@@ -6,8 +6,9 @@ import dataclasses
 import json
 import subprocess
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from pathlib import Path
+from types import MappingProxyType
 
 import faulty
 import gymnasium as gym
@@ -18,7 +19,7 @@ import toy_envs
 from sandboxgym.conformance import ConformanceError, MakeSpec, Subject, Verdict, all_checks, check_snapshot, run
 from sandboxgym.conformance.check import REGISTRY, Budget, Check, Failed, Inconclusive, Level, Skipped, check
 from sandboxgym.conformance.checks.restore.runs import in_time
-from sandboxgym.conformance.checks.snapshot import scribble
+from sandboxgym.conformance.checks.snapshot import put_back, scribble
 from sandboxgym.conformance.harness.canonical import canonical, difference
 from sandboxgym.conformance.harness.scenario import Scene
 from sandboxgym.conformance.reports.formats import write_json
@@ -32,6 +33,15 @@ def subject(make, **hooks) -> Subject:
 
 
 # Values.
+
+LARGE, MIDDLE = ({"cells": np.arange(2000) == cell} for cell in (1000, 1001))
+
+
+class Slotted:
+    __slots__ = ("kept",)
+
+    def __init__(self, kept):
+        self.kept = kept
 
 
 @pytest.mark.parametrize(
@@ -49,11 +59,39 @@ def subject(make, **hooks) -> Subject:
         ("a", b"a"),
         ({"a": None}, {}),
         (np.array(["a"], dtype=object), np.array(["b"], dtype=object)),
+        (np.array([np.nan, np.inf]), np.array([np.nan, np.finfo(float).max])),
+        *((kept(LARGE), kept(MIDDLE)) for kept in (lambda value: deque([value]), MappingProxyType, Slotted)),
     ],
 )
 def test_different_values_are_different(one, other):
     assert canonical(one) != canonical(other)
     assert difference(canonical(one), canonical(other), "value")
+
+
+class Cell:
+    """One of a grid, with a slot that a property hides."""
+
+    __slots__ = ("near", "value")
+
+    def __init__(self, value):
+        self.value, self.near = value, []
+
+
+class Hidden(Cell):
+    @property
+    def value(self):
+        raise RuntimeError("not yet")
+
+    value = value.setter(lambda self, value: Cell.value.__set__(self, value))
+
+
+def test_objects_with_slots_that_lead_to_each_other_take_no_time():
+    cells = [[Cell(8 * row + column) for column in range(8)] for row in range(8)]
+    for row in range(8):
+        for column in range(8):
+            cells[row][column].near = [cells[row - 1][column], cells[row][column - 1]]
+    assert canonical(cells[3][3]) != canonical(cells[3][4])
+    assert canonical(Hidden(1)) != canonical(Hidden(2)), "the slot itself is read"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +127,17 @@ def test_scribble_overwrites_all_containers():
     array, inner = np.arange(3), {"x": [1, 2]}
     assert scribble(([array], inner, "text", 5)) == 4
     assert not array.any() and inner == {"overwritten": True}
+
+
+def test_what_was_overwritten_is_put_back():
+    """A list of all commands, say, may be the one that each call of each environment returns."""
+    commands, table, drawn = ["look", "go"], {"a": [1]}, np.arange(3)
+    with pytest.raises(ValueError), put_back():
+        for _ in range(2):
+            scribble([commands, table, {"set": {1, 2}}, drawn, bytearray(b"x")])
+        assert commands == ["overwritten"] and drawn.tolist() == [1, 1, 1]
+        raise ValueError
+    assert commands == ["look", "go"] and table == {"a": [1]} and drawn.tolist() == [0, 1, 2]
 
 
 # Checks and verdicts.
@@ -354,6 +403,8 @@ def test_other_processes_and_a_good_environment(id):
         (faulty.AcceptsAll, "durable.mismatch"),
         (faulty.LeaksThreads, "resources.baseline"),
         (faulty.KeepsChildren, "concurrency.partial_fork"),
+        (faulty.LeavesReports, "concurrency.partial_fork"),
+        (faulty.KeepsAFailure, "concurrency.partial_fork"),
         (faulty.CountsTogether, "isolation.class_attributes"),
         (faulty.CountsTogether, "fork.isolation"),
     ],
@@ -361,6 +412,11 @@ def test_other_processes_and_a_good_environment(id):
 def test_a_fault_of_forks_and_files_is_found_by_name(make, id):
     report = run(subject(make), only=[id], budget=SMALL)
     assert report[id].verdict == "FAIL", report[id]
+
+
+def test_what_grows_once_is_not_left_by_failed_forks():
+    report = run(subject(faulty.LeavesOneReport), only=["concurrency.partial_fork"], budget=SMALL)
+    assert report.results[-1].verdict == "PASS" and faulty.LeavesOneReport.reports == 0, report.results
 
 
 def test_hash_seeds_are_told_apart():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import random
 import subprocess
@@ -264,6 +265,21 @@ def test_other_waiting_is_time(monkeypatch):
     watch = clock.Stopwatch()
     passed[0] = 100.0
     assert watch.elapsed >= 99.0 * watch.share and watch.spent(0.5)
+
+
+def test_beside_other_programs_it_is_waited_longer(monkeypatch):
+    monkeypatch.setattr(clock, "_processors", lambda: 2)
+    for running, share in ((1, 1.0), (3, 1.0), (9, 0.25), (1000, clock.LEAST_SHARE)):
+        monkeypatch.setattr(clock.Path, "read_text", lambda _, running=running: f"1.0 1.0 1.0 {running}/99 123")
+        assert clock.fair_share() == share
+    monkeypatch.setattr(clock.Path, "read_text", lambda _: "unknown")
+    assert clock.fair_share() == 1.0
+
+    monkeypatch.setattr(clock, "fair_share", lambda: 0.25)
+    monkeypatch.setattr(processes, "perf_counter", itertools.count().__next__)
+    seen = []
+    assert not processes.until(lambda: seen.append(0), 1.0)
+    assert len(seen) == 5, "four times as long beside eight programs on two processors"
 
 
 # Masks.

@@ -198,7 +198,7 @@ def _leaves_nothing():
     before = left_behind()
     yield
     left = left_behind() - before
-    until = time.monotonic() + 30
+    until = time.monotonic() + 300
     while left and time.monotonic() < until:  # other workers leave such marks for a moment
         time.sleep(0.1)
         left &= left_behind()

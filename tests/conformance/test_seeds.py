@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import gymnasium as gym
@@ -165,7 +166,7 @@ def test_a_protocol_that_draws_by_a_key(check: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [Stream, Coin])
 def test_random_programs_with_seeds(make: Any) -> None:
-    found = result(make, "machine.random_walk")
+    (found,) = run(Subject(make), only=["machine.random_walk"], budget=replace(SMALL, seconds=2.0)).results
     assert found.verdict is Verdict.PASS, found.message
 
 
@@ -301,3 +302,92 @@ def test_the_seed_that_an_environment_reports_is_restored(check: str) -> None:
     found = result(SeedLost, check)
     assert found.verdict is Verdict.FAIL and "np_random_seed" in found.message, found.evidence
     assert "np_random_seed" not in result(ByProtocol, check).message
+
+
+class Buffered(Stream):
+    """Correct: draws three numbers ahead; a seed drops those that are left."""
+
+    def start(self, seed: int) -> None:
+        self.ahead: list[int] = []
+
+    def draw(self) -> int:
+        self.ahead = self.ahead or self.np_random.integers(90, size=3).tolist()
+        return self.ahead.pop()
+
+    def stream(self) -> Any:
+        return self.ahead
+
+    def put(self, stream: Any) -> None:
+        self.ahead = stream
+
+
+class SetBack(Buffered):
+    """A seed sets the clock back, which shows when the episode should end."""
+
+    def _reseed(self, seed: int) -> None:
+        super()._reseed(seed)
+        self.t = min(self.t, 1)
+
+
+@pytest.mark.parametrize("check", ["restore.seeded", "fork.seeded_independent"])
+def test_a_seed_in_the_middle_of_an_episode_changes_draws_alone(check: str) -> None:
+    found = result(SetBack, check)
+    assert found.verdict is Verdict.FAIL and "no draw decides" in found.message, found.message
+    assert result(Buffered, check).verdict is Verdict.PASS
+
+
+@pytest.mark.parametrize("check", ["restore.seeded", "fork.seeded_independent"])
+def test_numbers_that_are_drawn_ahead_are_a_seeds_own(check: str) -> None:
+    """How many are left is no draw, and a seed decides it all the same."""
+    subject = Subject(Buffered, observe_state=lambda env: {"left": len(env.unwrapped.ahead)})
+    (found,) = run(subject, only=[check], budget=SMALL).results
+    assert found.verdict is Verdict.PASS, found.message
+
+
+class Idle(gym.Env[Any, Any]):
+    """Correct, and by protocol alone: what it draws decides nothing, and is not said to be captured."""
+
+    snapshot_spec = SnapshotSpec(rng=False, cross_process=False, cross_host=False)
+
+    def __init__(self) -> None:
+        self.observation_space, self.action_space = spaces.Discrete(100), spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        self.place = 0
+        return 0, {}
+
+    def step(self, action: Any) -> Any:
+        self.np_random.random()
+        self.place = (3 * self.place + int(action) + 1) % 100
+        return self.place, self.reward(), self.place == 7, False, {}
+
+    def reward(self) -> Any:
+        return 1.0
+
+    def snapshot(self) -> Any:
+        return [self.place]
+
+    def restore(self, snap: Any, *, seed: int | None = None) -> Any:
+        (self.place,) = snap
+        return self.place, {}
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        children = [type(self)() for _ in range(k)]
+        for child in children:
+            child.restore(self.snapshot())
+        return children
+
+
+class TwoAims(Idle):
+    """Correct: a reward for each of two aims."""
+
+    def reward(self) -> Any:
+        return np.array([1.0, 2.0])
+
+
+def test_look_ahead_of_unusual_environments() -> None:
+    found = result(Idle, "fork.look_ahead")
+    assert found.verdict is Verdict.PASS, found.message
+    found = result(TwoAims, "fork.look_ahead")
+    assert found.verdict is Verdict.SKIP and "rewards that are numbers" in found.message, found.message

@@ -131,3 +131,18 @@ def test_calibration_reports_what_it_found():
     rng = np.random.default_rng(5)
     found = st.calibrate(rng.integers(4, size=300), rng.normal(size=300), rng, runs=40, size=60)
     assert found["within the level"] and set(found["rejected"]) == {"homogeneity", "ranks", "energy", "any, by Holm"}
+
+
+def test_nan_infinities_and_huge_numbers_are_values_like_others():
+    rng = np.random.default_rng(1)
+    values = rng.normal(size=400)
+    values[rng.random(400) < 0.3] = np.nan
+    values[rng.random(400) < 0.1] = np.inf
+    values[:3] = 1e308
+    found = st.calibrate(rng.integers(5, size=400), values, rng, runs=60, size=100)
+    assert found["within the level"], found
+    more = values[:200].copy()
+    more[:100][rng.random(100) < 0.5] = np.nan
+    assert st.ranks("", more, 100, rng, 399).p < 0.01
+    assert st.energy("", np.stack([more, more], axis=1), 100, rng, 399).p < 0.01
+    assert len(np.unique(st.quantiles(values, 8))) >= 6

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -87,6 +88,38 @@ def test_an_environment_can_say_why_a_field_does_not_show() -> None:
     (diary,) = [trial for trial in found.trials if trial.field == "diary" and trial.fault == "left out"]
     assert (diary.outcome, diary.note) == ("explained", "for the novelist")
     assert [trial.field for trial in found.unexercised] == ["chest.open"] and "(1 explained)" in str(found)
+
+
+class Cards(Attic):
+    """Cards come from a generator beside ``np_random``; a second one is shuffled, and nobody looks."""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
+        super().reset(seed=seed)
+        self.deck, self.idle = (random.Random(int(self.np_random.integers(99))) for _ in range(2))
+        return 0, {}
+
+    def step(self, action: int):
+        self.idle.random()
+        self.state["cell"] += self.deck.randrange(3)
+        return self.state["cell"], 0.0, self.state["cell"] >= 40, False, {}
+
+    def _capture(self) -> dict[str, Any]:
+        return {"cell": self.state["cell"], "deck": self.deck.getstate(), "idle": self.idle.getstate()}
+
+    def _apply(self, state: dict[str, Any]) -> None:
+        self.state = {"cell": state["cell"]}
+        self.deck, self.idle = random.Random(), random.Random()
+        self.deck.setstate(state["deck"])
+        self.idle.setstate(state["idle"])
+
+    def _reseed(self, seed: int) -> None:
+        self.deck.seed(seed)
+        self.idle.seed(seed + 1)
+
+
+def test_each_stream_that_can_be_found_is_left_behind_once() -> None:
+    told = outcomes(strength(Cards))
+    assert told["Cards.deck", "stream"] == "caught" and told["Cards.idle", "stream"] == "unseen"
 
 
 @pytest.mark.parametrize("make", [Corridor, Dice, Drift])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -45,6 +46,16 @@ def test_a_correct_environment_has_the_report_of_a_run_in_process(tmp_path, caps
     assert {id: result["verdict"] for id, result in watched.items()} == dict.fromkeys(watched, "PASS")
     for name in ("target", "capabilities", "budget", "levels", "seed", "versions"):
         assert report[name] == other[name]
+
+
+@pytest.mark.slow
+def test_a_check_of_arguments_sees_those_of_the_factory(tmp_path):
+    only = ["--only", "fork.arguments,durable.mismatch"]
+    watched, _ = certified("Adjustable", *only, status=0, tmp_path=tmp_path)
+    inside, _ = certified("Adjustable", *only, "--in-process", status=0, tmp_path=tmp_path)
+    for id, result in inside.items():
+        assert result["verdict"] == watched[id]["verdict"] == "PASS"
+        assert "start=1 instead of 0" in str(result["evidence"]) and result["evidence"] == watched[id]["evidence"]
 
 
 @pytest.mark.slow
@@ -155,8 +166,7 @@ def test_processes_of_a_killed_run_are_ended(tmp_path, monkeypatch):
     pid = tmp_path / "pid"
     monkeypatch.setenv("UNRULY_PID", str(pid))
     certified("LeavesAChild", "--only", "api.protocol", *CALL_LIMIT, status=1, tmp_path=tmp_path)
-    state = Path(f"/proc/{pid.read_text()}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    assert until(lambda: gone(int(pid.read_text())))
 
 
 @pytest.mark.slow
@@ -173,8 +183,7 @@ def test_a_terminated_run_leaves_nothing(tmp_path, monkeypatch):
     process.terminate()
     assert process.wait() == 128 + 15
     for number in (child, int(pid.read_text())):
-        state = Path(f"/proc/{number}/stat")
-        assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+        assert until(lambda number=number: gone(number))
 
 
 @pytest.mark.slow
@@ -205,12 +214,20 @@ def test_a_killed_run_leaves_nothing(killed, tmp_path, monkeypatch):
     assert until(lambda: not any(map(supervised.started, children)))
 
 
+def gone(pid):
+    """Whether a process has ended, if only as a zombie of somebody else's."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
+
+
 def runs(pid):
     """Whether a process runs the suite, rather than to wait for another's end."""
     return "python" in Path(f"/proc/{pid}/comm").read_text()
 
 
-def until(condition, seconds=15):
+def until(condition, seconds=120):
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.1)
@@ -265,6 +282,20 @@ def test_memory_and_offspring_are_those_of_the_processes():
     assert supervised.started(child.pid) == "" and supervised.memory([child.pid]) == 0
 
 
+def test_what_has_the_id_of_an_ended_process_is_none_of_the_run():
+    sleeper = subprocess.Popen(["sleep", "1000"])
+    try:
+        child = object.__new__(supervised._Child)
+        child.process = sleeper
+        other = os.getppid()
+        child.kin = {other: "of a process that has ended", os.getpid(): supervised.started(os.getpid())}
+        child.look()
+        assert other not in child.kin and os.getpid() in child.kin
+    finally:
+        sleeper.kill()
+        sleeper.wait()
+
+
 def test_a_process_that_ends_while_it_is_looked_at_has_no_offspring():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
@@ -278,7 +309,8 @@ def test_a_process_that_ends_while_it_is_looked_at_has_no_offspring():
         inner.terminate()
         inner.wait()
         for pid in found:
-            os.kill(pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError, ProcessLookupError])

@@ -40,6 +40,22 @@ class Counter(SnapshotEnv[int, int]):
         self.total, self.clock = state["total"], state["clock"]
 
 
+class Adjustable(Counter):
+    """A correct environment with an argument."""
+
+    def __init__(self, start: int = 0, render_mode: str | None = None) -> None:
+        self.start = start
+        super().__init__(render_mode)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.total = self.start
+        return self.total, {}
+
+    def _config(self) -> dict[str, Any]:
+        return {"start": self.start}
+
+
 class Hangs(Counter):
     def restore(self, snap: Any, *, seed: int | None = None) -> Any:
         threading.Event().wait()

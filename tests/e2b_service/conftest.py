@@ -32,14 +32,14 @@ class Server:
 
     def end(self, number: int = signal.SIGTERM) -> int:
         self.process.send_signal(number)
-        status = self.process.wait(30)
+        status = self.process.wait(120)
         assert self.process.stdout is not None
         self.process.stdout.close()
         return status
 
     def leftovers(self) -> list[str]:
         """Processes of its sandboxes, once they had the time to end."""
-        for _ in range(100):
+        for _ in range(1200):
             found = [pid for pid in os.listdir("/proc") if pid.isdigit() and self._is_mine(pid)]
             if not found:
                 break

@@ -25,7 +25,7 @@ def envd(box: Any, path: str, data: bytes | str = b"", kind: str = "application/
     """One request to the daemon of a sandbox."""
     config = box.connection_config
     headers = {**config.sandbox_headers, "Content-Type": kind, **more}
-    return httpx.post(box.envd_api_url + path, content=data, headers=headers, timeout=30)
+    return httpx.post(box.envd_api_url + path, content=data, headers=headers, timeout=120)
 
 
 def end_of(answer: httpx.Response) -> dict[str, Any]:
@@ -215,7 +215,7 @@ def test_programs_that_fight_their_own_sandbox_harm_no_other(e2b: Any, box: Any)
             box.commands.run(fight, timeout=10)
         except e2b.SandboxException as error:
             assert "server failed" not in str(error)
-        assert time.monotonic() - began < 40
+        assert time.monotonic() - began < 120
         assert other.commands.run("echo fine").stdout == "fine\n"
     box.kill()
     assert not box.is_running()
@@ -266,7 +266,8 @@ def test_a_command_that_prints_faster_than_it_is_read_waits(e2b: Any, box: Any) 
 
 def test_too_many_requests_are_told_when_to_come_again(e2b: Any) -> None:
     from sandboxgym.e2b.app import make_app
-    from sandboxgym.e2b.service import Quotas, Rate, Refused, Service
+    from sandboxgym.e2b.quotas import Quotas, Rate, Refused
+    from sandboxgym.e2b.service import Service
 
     async def ask() -> list[httpx.Response]:
         service = Service({"base": "host"}, None, quotas=Quotas(requests=0.1))

@@ -154,7 +154,7 @@ def test_sandboxes_are_listed_described_and_end_in_time(e2b: Any, service: Serve
     two.files.write("kept", "x")
     one.set_timeout(0)
     two.set_timeout(0)
-    for _ in range(100):
+    for _ in range(1200):
         if not one.is_running() and not two.is_running():
             break
         time.sleep(0.05)
@@ -163,7 +163,7 @@ def test_sandboxes_are_listed_described_and_end_in_time(e2b: Any, service: Serve
         one.get_info()
     with pytest.raises(e2b.TimeoutException):
         one.commands.run("true")
-    for _ in range(100):
+    for _ in range(1200):
         if two.get_info().state.value == "paused":
             break
         time.sleep(0.05)
@@ -207,7 +207,8 @@ def test_commands_that_begin_and_end_during_forks_lose_nothing(box: Any, live: S
 
 @pytest.mark.slow
 def test_a_paused_sandbox_continues_with_its_processes(e2b: Any, box: Any, live: Server) -> None:
-    handle = box.commands.run(COUNT, background=True)
+    slowly = COUNT.replace("0.05", "0.5")  # it counts on until the pause, which takes its time beside other tests
+    handle = box.commands.run(slowly, background=True)
     last = numbers(handle, 3)[-1]
     assert box.pause() is True and box.pause() is False
     with pytest.raises(e2b.SandboxException):
@@ -304,7 +305,7 @@ def test_two_clients_use_one_sandbox_at_a_time(e2b: Any, box: Any) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert not failed
     assert len(box.files.list(".", depth=2)) == 18
 
@@ -321,7 +322,7 @@ def test_nothing_is_left_of_a_server_that_ends(
     assert own._is_mine(_host_pid(own))
     began = time.monotonic()
     own.end(number)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert own.leftovers() == []
     with pytest.raises(e2b.SandboxException):
         handle.wait()
@@ -330,7 +331,7 @@ def test_nothing_is_left_of_a_server_that_ends(
 def _host_pid(server: Server) -> str:
     import os
 
-    for _ in range(100):
+    for _ in range(1200):
         for pid in os.listdir("/proc"):
             if pid.isdigit() and server._is_mine(pid):
                 return pid
@@ -351,7 +352,7 @@ def test_without_criu_files_are_forked_and_the_answer_names_what_is_lost(
         box.commands.run("sleep 1000", background=True)
         box.files.write("f", "x")
         answer = httpx.post(
-            f"{own.url}/sandboxes/{box.sandbox_id}/fork", json={"count": 1}, headers={"X-API-Key": KEYS[0]}
+            f"{own.url}/sandboxes/{box.sandbox_id}/fork", json={"count": 1}, headers={"X-API-Key": KEYS[0]}, timeout=60
         )
         assert answer.status_code == 201 and "sleep 1000" in answer.headers["x-sandboxgym-lost"]
         (child,) = box.fork()
@@ -397,7 +398,7 @@ def test_without_a_key_only_requests_to_this_machine_are_served(
 )
 def test_options_that_cannot_be_are_refused_in_a_sentence(e2b: Any, options: tuple[str, ...], says: str) -> None:
     command = [sys.executable, "-m", "sandboxgym", "serve", "e2b", "--port", "0", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=Path(__file__).parents[2])
     assert done.returncode in (1, 2) and says in done.stderr and "Traceback" not in done.stderr
 
 

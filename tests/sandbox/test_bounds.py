@@ -80,7 +80,7 @@ def test_a_large_file_is_refused_before_it_is_read(box: Sandbox) -> None:
     with pytest.raises(FileTooLarge, match=f"at most {READ_LIMIT:,} bytes") as caught:
         box.read_file("/tmp/large")
     assert caught.value.errno == errno.EFBIG and "large" in str(caught.value.filename)
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
     assert box.read_file("/tmp/exact", limit=1000) == bytes(1000)
     with pytest.raises(FileTooLarge, match="1,000 bytes"):
         box.read_file("/tmp/exact", limit=999)
@@ -124,20 +124,20 @@ def test_programs_that_were_replaced_do_not_hold_the_owner(docker_image: str, mo
     from sandboxgym.sandbox.docker import exec as docker_exec
     from sandboxgym.sandbox.docker import files as docker_files
 
-    monkeypatch.setattr(docker_files, "_READING", 2.0)
-    monkeypatch.setattr(docker_exec, "_SECONDS", 2.0)
     with make_sandbox("docker", rootfs=f"docker:{docker_image}") as sandbox:
         before = sandbox.snapshot()
         sandbox.execute(f"printf '#!/bin/sh\\nwhile :; do echo {'yes' * 10_000}; done\\n' > /usr/bin/head")
         with pytest.raises(FileTooLarge):
             sandbox.read_file("/proc/version", limit=MIB)
         sandbox.execute("printf '#!/bin/sh\\nsleep 7779\\n' > /usr/bin/head")
-        with pytest.raises(TimeoutError):
+        with monkeypatch.context() as hurried, pytest.raises(TimeoutError):
+            hurried.setattr(docker_files, "_READING", 2.0)
             sandbox.read_file("/proc/version")
         assert not [info for info in sandbox.backend.processes() if "7779" in info.command]
         # The one that sets each new shell's terminal: the next shell cannot be had, which is said in time.
         sandbox.execute("printf '#!/bin/sh\\nsleep 7779\\n' > /usr/bin/stty")
-        with pytest.raises(SandboxError, match="terminal"):
+        with monkeypatch.context() as hurried, pytest.raises(SandboxError, match="terminal"):
+            hurried.setattr(docker_exec, "_SECONDS", 6.0)  # in which a process must have been started, too
             sandbox.execute("exit")
             sandbox.execute("true")
         sandbox.restore(before)
@@ -340,7 +340,7 @@ def test_a_process_whose_first_thread_has_ended_is_alive() -> None:
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        for _ in range(1000):
+        for _ in range(6000):
             if Path(f"/proc/{process.pid}/stat").read_bytes().rpartition(b")")[2].split()[0] == b"Z":
                 break
             time.sleep(0.01)

@@ -135,7 +135,7 @@ MANY = {
 }
 
 
-def attack(backend: OverlayBackend, program: str, *, seconds: float = 60.0) -> str:
+def attack(backend: OverlayBackend, program: str, *, seconds: float = 300.0) -> str:
     """Why a box was ended that runs a program in an empty directory of its own."""
     process = backend.spawn(
         ["python3", "-c", f"{PROLOGUE}\nos.mkdir('/tmp/x'); os.chdir('/tmp/x')\n{program}\ntime.sleep(1000)"],
@@ -231,7 +231,7 @@ def enforce(
 
 def ended(backend: OverlayBackend) -> bool:
     """Whether a box was killed, which takes a moment."""
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     note = Path(backend.container.layer.path, accountant.FULL)  # type: ignore[union-attr]
     while note.exists() and backend.live and time.monotonic() < deadline:
         time.sleep(0.01)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import itertools
 import os
 import re
@@ -381,6 +382,7 @@ def test_a_chain_of_snapshots(box: Sandbox) -> None:
         depth = len(snap.tree.layers)
         snap.release()
         if number in (2, 59):
+            gc.collect()  # what other tests left to it
             backend.runtime.settle()
             open_here, layers = len(os.listdir("/proc/self/fd")), len(os.listdir(backend.runtime.directory / "layers"))
             inside = said(box, "fds=(/proc/$$/fd/*) pids=(/proc/[0-9]*); echo ${#fds[@]} ${#pids[@]}")

@@ -71,6 +71,8 @@ class Drained(Whole):
 class Unreported(Whole):
     """Falls back to files without saying so."""
 
+    immutable_state = True
+
     def _capture(self) -> SandboxSnapshot:
         snap = super()._capture()
         snap.lossy = ()
@@ -137,6 +139,7 @@ def test_a_silent_fallback_is_found_out() -> None:
 def test_without_processes_the_losses_are_those_that_are_declared() -> None:
     class Files(Whole):
         snapshot_spec = replace(Whole.snapshot_spec, kind="filesystem", processes=False)
+        immutable_state = True
 
         def _capture(self) -> SandboxSnapshot:
             return self.sandbox.snapshot(mode="filesystem")

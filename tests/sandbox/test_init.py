@@ -38,13 +38,13 @@ def ends(argv, **arguments):
             output += part
     except OSError:  # the end of a terminal
         pass
-    result = [process.wait(20), output.decode()]
+    result = [process.wait(60), output.decode()]
     process.close()
     return result
 
 
 def left():
-    end = time.monotonic() + 10  # they were killed, which takes a moment
+    end = time.monotonic() + 60  # they were killed, which takes a moment
     while (found := [info.command for info in backend.processes()]) and time.monotonic() < end:
         time.sleep(0.01)
     return found
@@ -88,7 +88,7 @@ print(json.dumps(results))
 def results_with(init: str, rootless: bool) -> dict[str, object]:
     environment = {**os.environ, init_binary.VARIABLE: init}
     command = [sys.executable, "-c", SCRIPT, "rootless" if rootless else "root"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     results: dict[str, object] = json.loads(done.stdout)
     return results

@@ -154,7 +154,7 @@ def test_groups_go_with_their_boxes(make: Maker) -> None:
     for backend in made:
         backend.close()
     runtime().settle()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while any(os.path.exists(path) for path in used) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(os.path.exists(path) for path in used)

@@ -55,18 +55,18 @@ def run(backend: CopyBackend, command: str, **options: object) -> tuple[int, str
     assert process.output is not None
     with os.fdopen(os.dup(process.output), "rb") as stream:
         output = stream.read().decode()
-    status = process.wait(10)
+    status = process.wait(60)
     process.close()
     assert status is not None
     return status, output
 
 
 def until(condition: Callable[[], bool]) -> None:
-    for _ in range(2000):
+    for _ in range(12_000):
         if condition():
             return
         time.sleep(0.005)
-    raise AssertionError("it did not happen within 10 s")
+    raise AssertionError("it did not happen within 60 s")
 
 
 def test_it_follows_the_protocol(backend: CopyBackend) -> None:
@@ -85,8 +85,7 @@ def test_it_warns_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptur
     with caplog.at_level(logging.WARNING, "sandboxgym"):
         CopyBackend(None, allow_unsafe=True).close()
         CopyBackend(None, allow_unsafe=True).close()
-    assert [record.message for record in caplog.records if "isolates nothing" in record.message] != []
-    assert len(caplog.records) == 1
+    assert len([record for record in caplog.records if "isolates nothing" in record.message]) == 1
 
 
 def test_an_image_of_layers_is_refused(tmp_path: Path) -> None:
@@ -276,16 +275,15 @@ def test_processes_tells_what_runs_and_which_files_it_holds(backend: CopyBackend
 
 
 def test_closing_ends_daemons_and_deletes_all_but_held_trees(backend: CopyBackend, runtime: Path) -> None:
-    run(
-        backend, "setsid sh -c 'trap \"\" TERM HUP; echo $$ >daemon; sleep 313' >/dev/null 2>&1 & sleep 0.2", cwd="/tmp"
-    )
-    daemon = int(backend.read_file("/tmp/daemon"))
-    assert is_running(daemon)
+    daemon = "setsid sh -c 'trap \"\" TERM HUP; echo $$ >daemon; sleep 313' >/dev/null 2>&1 &"
+    run(backend, f"{daemon} until [ -s daemon ]; do sleep 0.01; done", cwd="/tmp")
+    number = int(backend.read_file("/tmp/daemon"))
+    assert is_running(number)
     tree = backend.commit(keep_processes=True)
     other = tree.retain()
     backend.close()
     backend.close()
-    assert not is_running(daemon) and not backend.live
+    assert not is_running(number) and not backend.live
     tree.release()
     tree.release()
     assert (other.path / "tmp/daemon").exists()

@@ -255,7 +255,7 @@ def test_clearing_can_be_repeated_and_finds_half_done_work(tmp_path: Path) -> No
     sleeper = subprocess.Popen(["sleep", "100"])
     reaper.record_zygote(run, sleeper.pid)
     reaper.clear(run)
-    assert sleeper.wait(5) == -signal.SIGKILL
+    assert sleeper.wait(60) == -signal.SIGKILL
     assert not (run / "layers").exists()
     reaper.clear(run)
     other = subprocess.Popen(["sleep", "100"])

@@ -57,6 +57,19 @@ def test_a_run_that_does_not_end(home: Sandbox) -> None:
     assert home.lossy() == ()
 
 
+def test_what_a_run_leaves_ends_with_it_or_goes_on(home: Sandbox, kind: str) -> None:
+    leave = "sleep 1000 & echo $!"
+    gone, kept = int(home.run(leave).output), int(home.run(leave, keep=True).output)
+    alive = home.run(f"for one in {gone} {kept}; do kill $one 2> /dev/null && echo $one; done").output.split()
+    assert alive == [str(kept)] if kind != "copy" else alive[-1:] == [str(kept)]  # that one has no container
+    ended = home.run("echo $0; echo err >&2; cat; kill -9 $$", keep=True)
+    assert (ended.exit_code, ended.output) == (137, "bash\nerr\n")
+    late = home.run(f"{leave} > last; sleep 1000", keep=True, timeout=0.5, cwd="/tmp")
+    dead = "! kill -0 $(cat last) || grep -q '^State:.Z' /proc/$(cat last)/status"
+    assert late.timed_out and home.run(dead, cwd="/tmp").exit_code == 0
+    assert home.lossy() == ()
+
+
 def test_a_run_ends_with_its_command_not_with_its_pipe(home: Sandbox) -> None:
     began = time.monotonic()
     assert home.run("sleep 50 & echo started").output == "started\n"
@@ -278,7 +291,7 @@ def test_an_unanswered_program_is_reported(home: Sandbox) -> None:
     while "background: cat" not in home.lossy():
         pass
     snap = home.snapshot()
-    assert home.interact("hello\n", timeout=10, until="hello").running
+    assert home.interact("hello\n", timeout=60, until="hello").running
     home.interrupt()
     assert home.execute("echo $x").output == "2\n"
     home.restore(snap)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sandbox.sandboxes import Maker, any_box, box, kind, make  # noqa: F401 - fixtures
@@ -229,7 +230,7 @@ def test_nobody_inside_leads_the_host_elsewhere(any_box: Sandbox, name: str, kin
             box.execute(command, timeout=1)
             with contextlib.suppress(SandboxError):
                 box.snapshot()
-        assert box.execute("echo usable", timeout=5).output == "usable\n"
+        assert box.execute("echo usable", timeout=60).output == "usable\n"
     assert precious.read_text() == "kept"
 
 
@@ -324,6 +325,35 @@ def test_a_shell_that_hangs_itself_is_replaced(make: Maker, monkeypatch: pytest.
     assert running(box) == []
 
 
+def test_a_shell_comes_back_also_where_killing_takes_longer_than_it_is_waited_for(
+    any_box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As through a busy daemon: while processes are found and killed, the shell is stopped, too."""
+    kill_started, wait = shell_module.kill_started, shell_module.Shell._wait
+    needs = 0.0
+
+    def slowly(*arguments: Any, **options: Any) -> dict[int, str]:
+        nonlocal needs
+        needs = needs or 0.6
+        time.sleep(0.4)
+        return kill_started(*arguments, **options)
+
+    def later(shell: shell_module.Shell, deadline: float, **options: Any) -> bool:
+        nonlocal needs
+        if needs <= 0.0:
+            return wait(shell, deadline, **options)
+        pause = max(deadline - time.monotonic(), 0.0)
+        needs -= pause
+        time.sleep(pause)
+        return needs <= 0.0 and wait(shell, time.monotonic() + 30, **options)
+
+    monkeypatch.setattr(shell_module, "kill_started", slowly)
+    monkeypatch.setattr(shell_module.Shell, "_wait", later)
+    result = any_box.execute("kept=2; sh -c 'trap \"\" INT; sleep 100'", timeout=0.2)
+    assert (result.timed_out, result.ended) == (True, False)
+    assert any_box.execute('echo "$kept"').output == "2\n"
+
+
 def test_a_shell_told_too_late_that_its_command_ran_too_long_goes_on(make: Maker) -> None:
     box = make()
     box.execute("x=before; trap '' INT")
@@ -367,19 +397,21 @@ def test_a_background_job_that_holds_the_terminal_does_not_hold_the_command(box:
 
 
 def test_what_was_typed_ahead_is_not_run(box: Sandbox) -> None:
-    started = box.interact("echo ready; sleep 0.3", timeout=10, until="ready")
+    started = box.interact("echo ready; until [ -e ~/go ]; do sleep 0.01; done", timeout=60, until="ready")
     assert started.running
-    assert box.interact("touch ~/typed\n", timeout=10).exit_code == 0
+    assert box.interact("touch ~/typed\n", timeout=0.1).running
+    box.write_file("/root/go", b"")
+    assert box.interact("", timeout=60).exit_code == 0
     assert box.execute("ls ~/typed").exit_code != 0
 
 
 def test_talking_to_a_program(box: Sandbox) -> None:
-    asked = box.interact("read -p 'name? ' name; echo hello $name", timeout=10, until=r"\? $")
+    asked = box.interact("read -p 'name? ' name; echo hello $name", timeout=60, until=r"\? $")
     assert asked.running
     assert asked.output == "name? "
     with pytest.raises(SandboxError, match="still runs"):
         box.execute("true")
-    answered = box.interact("you\n", timeout=10)
+    answered = box.interact("you\n", timeout=60)
     assert not answered.running
     assert (answered.output.removeprefix("you\n"), answered.exit_code) == ("hello you\n", 0)
     assert box.execute("echo $name").output == "you\n"
@@ -387,12 +419,12 @@ def test_talking_to_a_program(box: Sandbox) -> None:
 
 def test_interrupting_a_program_by_typing(box: Sandbox) -> None:
     assert box.interact("cat; echo not reached", timeout=0.1).running
-    assert "again" in box.interact("again\n", timeout=10, until="again").output
-    ended = box.interact("\x03", timeout=10)
+    assert "again" in box.interact("again\n", timeout=60, until="again").output
+    ended = box.interact("\x03", timeout=60)
     assert (ended.running, ended.exit_code) == (False, 130)
     assert "not reached" not in ended.output
     assert box.interact("cat", timeout=0.1).running
-    assert box.interact("\x04", timeout=10).exit_code == 0
+    assert box.interact("\x04", timeout=60).exit_code == 0
 
 
 _IGNORING = """
@@ -490,6 +522,7 @@ def test_a_shell_that_is_killed_while_it_starts_is_replaced(box: Sandbox) -> Non
     for _ in range(2):
         os.kill(shell.pid, signal.SIGKILL)
         box.execute("true")
-        os.kill(shell.pid, signal.SIGKILL)  # one that was started just now, or the old one once more
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(shell.pid, signal.SIGKILL)  # one that was started just now, or the old one once more
         assert box.execute("echo $x", timeout=60).exit_code in (0, 128 + signal.SIGKILL)
     assert box.execute("echo $x", timeout=60).output == "1\n"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from sandbox.sandboxes import box, kind, make  # noqa: F401 - fixtures
 
+from sandboxgym.sandbox import process_table
 from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.sandbox.shell.bash import BashProcess
 
 # fixtures of another module are arguments of the tests below
 # ruff: noqa: F811
@@ -65,6 +69,27 @@ def test_a_shell_that_cannot_say_how_its_command_ended_is_replaced(box: Sandbox,
     assert setting == "set -r" or "bash-" not in result.output  # a restricted shell complains in between
     again = box.execute('echo "$x"; greet; false', timeout=60)
     assert (again.output, again.exit_code, again.ended, again.timed_out) == ("before\nhello\n", 1, False, False)
+
+
+def test_a_lost_shell_is_seen_also_where_it_was_slow_to_come_to_its_prompt(
+    box: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: it was not seen there in the first looks before any command."""
+    learn, looks = BashProcess._learn_prompt, BashProcess._system_call
+
+    def late(bash: BashProcess) -> None:
+        end = time.monotonic() + 0.3
+        monkeypatch.setattr(BashProcess, "_system_call", lambda self: looks(self) if time.monotonic() > end else b"")
+        monkeypatch.setattr(process_table, "state", lambda pid: "R")
+        learn(bash)
+        monkeypatch.setattr(process_table, "state", state)
+
+    state = process_table.state
+    monkeypatch.setattr(BashProcess, "_learn_prompt", late)
+    box.execute("x=before")
+    result = box.execute("echo out; readonly __sg_status", timeout=60)
+    assert (result.output, result.ended, result.timed_out) == ("out\n", True, False)
+    assert box.execute('echo "$x"', timeout=60).output == "before\n"
 
 
 @pytest.mark.parametrize(

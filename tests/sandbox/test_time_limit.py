@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from sandboxgym.sandbox.base import ProcessInfo, Result
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 from sandboxgym.sandbox.shell.aftermath import Moment, birth_of, end_started, started_since
+from sandboxgym.sandbox.shell.exec import Stop
 
 # fixtures of another module are arguments of the tests below
 
@@ -83,11 +85,15 @@ def attempt(sandbox: Sandbox, way: str) -> Result:
         return sandbox.execute(FLIGHT, timeout=0.6)
     if way == "run":
         return sandbox.run(FLIGHT, timeout=0.6)
+    if way == "stop":
+        stop = Stop()
+        threading.Timer(0.6, stop.set).start()
+        return sandbox.run(FLIGHT, timeout=600, stop=stop)
     assert sandbox.interact(FLIGHT, timeout=0.6).running
     return sandbox.interrupt()
 
 
-@pytest.mark.parametrize("way", ["execute", "run", "interact"])
+@pytest.mark.parametrize("way", ["execute", "run", "stop", "interact"])
 def test_nothing_that_a_command_started_outlives_its_limit(box: Sandbox, way: str) -> None:
     for _ in range(2):
         assert attempt(box, way).timed_out
@@ -105,6 +111,14 @@ def test_many_chains_leave_nothing(box: Sandbox, way: str) -> None:
         survivors += bool(left(box))
     assert survivors == 0
     assert any(info.command == "sleep 8888" for info in box.backend.processes()), "an earlier job was killed"
+
+
+def test_a_command_whose_end_was_asked_for_before_is_killed_at_once(box: Sandbox) -> None:
+    stop = Stop()
+    stop.set()
+    stop.set()
+    assert box.run("sleep 7777", timeout=600, stop=stop).timed_out
+    assert box.run("echo x", stop=Stop()).output == "x\n"
 
 
 def test_nothing_runs_while_a_sandbox_is_paused(box: Sandbox) -> None:
@@ -152,5 +166,5 @@ def test_output_is_not_read_for_longer_than_the_command_lives() -> None:
     check("overlay")
     with make_sandbox("overlay") as sandbox:
         began = time.monotonic()
-        result = sandbox.run("setsid yes & sleep 0.2", timeout=30)
-        assert not result.timed_out and time.monotonic() - began < 15
+        result = sandbox.run("setsid yes & sleep 0.2", timeout=300)
+        assert not result.timed_out and time.monotonic() - began < 150

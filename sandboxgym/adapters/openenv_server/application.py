@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -26,14 +25,13 @@ from sandboxgym.adapters.openenv_server.endpoints import Served
 from sandboxgym.adapters.openenv_server.protocol import LARGEST, VERBS, text_of
 from sandboxgym.adapters.openenv_server.sessions import Answer, Limits, Refused, Sessions, brief_text
 from sandboxgym.brief import brief
+from sandboxgym.system.refusals import tell
 from sandboxgym.system.serving import serve
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
-
-log = logging.getLogger("sandboxgym")
 
 API_VERSION = "1.0.0"
 """Version of the HTTP interface, as OpenEnv 0.10 publishes it."""
@@ -79,7 +77,6 @@ def application(
             except (LookupError, ValueError) as error:  # of tasks
                 status, told = 400, brief_text(error)
             if status != 200:
-                log.info("%s %s: %d: %s", request.method, brief(request.url.path, 80), status, told)
                 told = {"detail": told}
             return Response(text_of(told), status_code=status, media_type="application/json")
 
@@ -206,8 +203,8 @@ class _OwnPagesOnly:
             host, origin = headers.get(b"host", ""), headers.get(b"origin")
             foreign = origin is not None and origin.rpartition("//")[2] != host
             if foreign or (self._hosts is not None and _name_of(host) not in self._hosts):
-                log.warning("refused a client: host %s, origin %s", brief(host, 80), brief(origin, 80))
                 if scope["type"] == "websocket":
+                    tell(scope["client"], "foreign", f"host {brief(host, 80)}, origin {brief(origin, 80)}")
                     await send({"type": "websocket.close", "code": 1008, "reason": "foreign origin or host"})
                     return
                 text = [(b"content-type", b"text/plain")]

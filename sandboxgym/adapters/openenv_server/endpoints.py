@@ -42,6 +42,7 @@ from sandboxgym.adapters.openenv_server.sessions import (
     schema_of,
 )
 from sandboxgym.brief import brief
+from sandboxgym.system.refusals import tell
 from sandboxgym.task_env import Task
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class Served:
                 raise Refused("VALIDATION_ERROR", f"expected data with {kind}, found none")
             data = message.get("data", {})
             if kind == "mcp":
-                return {"type": "mcp", "data": await self.rpc(data, session)}
+                return {"type": "mcp", "data": await self.rpc(data, session, client=websocket.client)}
             return {"type": VERBS[kind].answers, "data": await self.do(session, kind, data)}
 
         def refused(error: Refused) -> Answer:
@@ -144,7 +145,7 @@ class Served:
         """Answer JSON-RPC of an agent on a session of its own."""
 
         async def answer(session: Session, text: str) -> Answer:
-            return await self.rpc(rpc_parsed(text), session)
+            return await self.rpc(rpc_parsed(text), session, client=websocket.client)
 
         def refused(error: Refused) -> Answer:
             return rpc_error(None, SERVER_ERROR, str(error))
@@ -165,14 +166,14 @@ class Served:
             try:
                 session = await self._session_of(websocket.query_params.get("session_id"))
             except Refused as error:
-                log.info("%s: refused a session: %s", self.name, error)
+                tell(websocket.client, f"{self.name}: {error.code}", error)
                 await websocket.send_text(text_of(refused(error)))
                 return
             while (text := await self._next(websocket, session)) is not None:
                 try:
                     told = await answer(session, text)
                 except Refused as error:
-                    log.info("%s: %s: %s", self.name, error.code, error)
+                    tell(websocket.client, f"{self.name}: {error.code}", error)
                     told = refused(error)
                 if told is None:
                     return
@@ -223,17 +224,21 @@ class Served:
 
     # MCP, by HTTP or within a WebSocket.
 
-    async def rpc(self, given: Any, session: Session | None = None) -> Answer:
-        """Answer a JSON-RPC request, on this session, or on that of its ``session_id``, or on one for this call."""
+    async def rpc(self, given: Any, session: Session | None = None, *, client: Any) -> Answer:
+        """Answer a JSON-RPC request, on this session, or on that of its ``session_id``, or on one for this call.
+
+        A refusal is logged with the address of the client.
+        """
         try:
             request = self.check("rpc", given, "request")
         except Refused as error:
+            tell(client, f"{self.name}: {error.code}", error)
             return rpc_error(rpc_id(given), INVALID_REQUEST, f"Invalid request: {error}")
         number, method, params = request.get("id"), request["method"], dict(request.get("params", {}))
         try:
             return {"jsonrpc": "2.0", "id": number, "result": await self._rpc_result(method, params, session)}
         except Refused as error:
-            log.info("%s: %s: %s", self.name, error.code, error)
+            tell(client, f"{self.name}: {error.code}", error)
             codes = {"VALIDATION_ERROR": INVALID_PARAMS, "UNKNOWN_TYPE": METHOD_NOT_FOUND}
             return rpc_error(number, codes.get(error.code, SERVER_ERROR), str(error))
 
@@ -344,8 +349,9 @@ class Served:
         try:
             given = rpc_parsed(await _read(request))
         except Refused as error:
+            tell(request.client, f"{self.name}: {error.code}", error)
             return rpc_error(None, PARSE_ERROR, str(error))
-        return await self.rpc(given)
+        return await self.rpc(given, client=request.client)
 
     async def tasks(self, request: Request, what: str) -> Any:
         """Answer the task endpoints: splits, tasks, num_tasks, task, task_range."""

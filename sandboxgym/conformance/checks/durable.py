@@ -29,7 +29,7 @@ from sandboxgym.conformance.harness.scenario import (
     release,
     show_outcome,
 )
-from sandboxgym.conformance.subject import Outcome, Subject, methods, restore, snapshot
+from sandboxgym.conformance.subject import Control, Outcome, Subject, methods, restore, snapshot
 from sandboxgym.conformance.supervision import scratch
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
@@ -74,8 +74,8 @@ def folder() -> Iterator[Path]:
 def round_trip(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Saves and loads snapshots of several moments, finished episodes too, some twice over; restores what was loaded
     in new environments and compares the whole future; saving changes neither snapshot nor environment. Saves and loads
-    hundreds of snapshots of one moment; and loads a file whose snapshot was released and whose environment was closed.
-    Moments after rare events, which a search has found, are among them.
+    hundreds of snapshots, of two moments in turn, by one file; and loads a file whose snapshot was released and whose
+    environment was closed. Moments after rare events, which a search has found, are among them.
     """
     restores = size = 0
     found = coverage(subject, budget)
@@ -107,23 +107,26 @@ def round_trip(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     control = subject.control(0, budget.steps)
     point = max(1, control.last // 2)
     with Scene(subject) as scene, folder() as path:
-        walk = scene.walk(control, [point])
+        walk = scene.walk(control, {1, point})
         snap, env = walk.snaps[point], scene.start(control)
-        for index in budget.spending(budget.repeats, at_least=10):
+        saved = 0
+        for index in budget.spending(budget.repeats // 2, at_least=5):
             with scene.iteration(index):
-                scene.restore(env, snap)
-                fresh = scene.snapshot(env)  # an encoding may be kept with the handle
-                loaded = _reloaded(scene, fresh, path / "snapshot")
-                scene.restore(env, loaded)
-                scene.expect(env, walk, point, f"snapshot, save, load and restore number {index + 1}", calls=SHORT)
-                scene.drop(loaded)
-                scene.drop(fresh)
+                for moment in walk.points:
+                    scene.restore(env, walk.snaps[moment])
+                    fresh = scene.snapshot(env)  # an encoding may be kept with the handle
+                    loaded = _reloaded(scene, fresh, path / "snapshot")
+                    scene.restore(env, loaded)
+                    scene.expect(env, walk, moment, f"snapshot, save, load and restore number {saved + 1}", calls=SHORT)
+                    scene.drop(loaded)
+                    scene.drop(fresh)
+                    saved += 1
         snap.save(path / "snapshot")
         scene.release(snap)
         scene.close(walk.env)
         scene.restore(env, scene.adopt(type(snap).load(path / "snapshot"), "type(snap0).load('/tmp/snapshot')"))
         scene.expect(env, walk, point, "restored from a file after its snapshot was released")
-    return {"restores": restores, "bytes of the last file": size, "saved and loaded": index + 1, **finds(index + 1)}
+    return {"restores": restores, "bytes of the last file": size, "saved and loaded": saved, **finds(saved)}
 
 
 def _reloaded(scene: Scene, snap: Any, file: Path) -> Any:
@@ -158,7 +161,7 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
                     parcel = other_process.carried(walk.snaps[point], path, f"snapshot-{len(jobs)}")
                 except other_process.Unreachable as error:
                     raise Failed(f"cross_process is declared, but a snapshot cannot be carried over: {error}") from None
-                if len(jobs) % 3 == 2:
+                if rng.random() < 0.4:
                     parcel = other_process.pickled(walk.snaps[point]) or parcel
                 jobs.append(other_process.Job(control.seed + 1, control.ops[point : walk.end], parcel))
                 parcels.append((walk, point))
@@ -210,8 +213,8 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
 def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Another process plays control runs, saves snapshots and continues. They are loaded and restored here: while it
     lives and is further on, after it was killed (SIGKILL), after one ended without closing its environments, and after
-    one closed them (and, where other hosts are declared, its temporary folder was deleted). The whole future is
-    compared.
+    one closed them (and, where other hosts are declared, its temporary folder was deleted); each time in a process too
+    that starts only then. The whole future is compared.
     """
     pool = [subject.control(index, budget.steps) for index in range(2)]
     pool += sorted(coverage(subject, budget).controls, key=lambda each: -each.last)[:1]
@@ -245,20 +248,30 @@ def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
                 for entry in Path(temporary).iterdir():
                     shutil.rmtree(entry, ignore_errors=True)
                     entry.unlink(missing_ok=True) if not entry.is_dir() else None
-            compared += _loaded(subject, pool, jobs, saved, f"the process that saved it {how}")
+            when = f"the process that saved it {how}"
+            compared += _loaded(subject, pool, jobs, saved, when)
+            compared += _loaded_there(subject, pool, jobs, saved, when)
     if not compared:
         raise Skipped("even without snapshots, another process plays something else than this one")
     return {"calls compared": compared, "files": 3 * sum(len(job.points) for job in jobs)}
 
 
-def _loaded(subject: Subject, pool: list[Any], jobs: list[other_process.Job], saved: list[Any], when: str) -> int:
-    """Restore the snapshots of another process, and compare; unless that process saw other outcomes than this one."""
-    compared = 0
+Saved = list[tuple[list[tuple[str, str, Any]], list[Outcome]]]
+"""Parcels that another process saved, and what its calls gave, by job."""
+
+
+def _comparable(pool: list[Control], jobs: list[other_process.Job], saved: Saved) -> Iterator[tuple[Control, Any, Any]]:
+    """Controls with their jobs and parcels, of those runs in which the other process saw the outcomes of this one."""
     for control, job, (parcels, outcomes) in zip(pool, jobs, saved):
-        if first_difference(
-            other_process.stateless(control.outcomes[: len(outcomes)]), other_process.stateless(outcomes)
-        ):
-            continue
+        there = other_process.stateless(outcomes)
+        if not first_difference(other_process.stateless(control.outcomes[: len(outcomes)]), there):
+            yield control, job, parcels
+
+
+def _loaded(subject: Subject, pool: list[Control], jobs: list[other_process.Job], saved: Saved, when: str) -> int:
+    """Restore the snapshots of another process here, and compare."""
+    compared = 0
+    for control, job, parcels in _comparable(pool, jobs, saved):
         with Scene(subject) as scene:
             scene.note("# snapshots of this run were saved by another process")
             walk = own_future(scene, scene.start(control), control)
@@ -272,6 +285,34 @@ def _loaded(subject: Subject, pool: list[Any], jobs: list[other_process.Job], sa
                 scene.expect_returned(env, walk, point, result, what)
                 compared += scene.expect(env, walk, point, what)
                 scene.forget(env)
+    return compared
+
+
+def _loaded_there(subject: Subject, pool: list[Control], jobs: list[other_process.Job], saved: Saved, when: str) -> int:
+    """Restore the snapshots of another process, which has ended, in a process that starts now; and compare."""
+    kept = [
+        (control, point, other_process.Job(control.seed + 1, control.ops[point : control.last], parcel))
+        for control, job, parcels in _comparable(pool, jobs, saved)
+        for point, parcel in zip(job.points, parcels)
+    ]
+    compared = 0
+    try:
+        answers = other_process.run(subject, [job for _, _, job in kept]) if kept else []
+    except other_process.Unreachable as error:
+        raise Skipped(f"a second process cannot make the environment: {error}") from None
+    except other_process.Broken as error:
+        message = str(error).strip()
+        raise Failed(
+            f"a snapshot cannot be loaded in a new process after {when}: {message.splitlines()[-1]}", {"there": message}
+        ) from None
+    for (control, point, job), outcomes in zip(kept, answers):
+        expected = other_process.stateless(control.outcomes[point : control.last])
+        if differs := first_difference(expected, other_process.stateless(outcomes[1:])):
+            raise Failed(
+                f"loaded in a new process after {when}, {differs}",
+                {"control run": control.name, "snapshot after calls": point, "call of": "after the restored moment"},
+            )
+        compared += len(job.ops)
     return compared
 
 

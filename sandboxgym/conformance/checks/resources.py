@@ -74,8 +74,9 @@ _CYCLE = [
     "env.reset(seed=0)",
     "snap = sandboxgym.snapshot(env)",
     "first, second = sandboxgym.fork(env, 2)",
-    "sandboxgym.restore(first, snap)",
-    "env.close(), second.close(), first.close()",
+    "sandboxgym.restore(first, snap), sandboxgym.restore(second, snap, seed=1)",
+    "(third,) = sandboxgym.fork(second, 1, seed=1)",
+    "env.close(), third.close(), second.close(), first.close()",
     "snap.release()",
 ]
 
@@ -90,8 +91,8 @@ def _cycle(subject: Subject, control: Control) -> None:
             subject.call(children[0], op)
         inner = snapshot(children[0])
         restore(env, inner)
-        restore(children[1], snap)
-        grand = fork(children[1], 1)
+        restore(children[1], snap, 1)
+        grand = fork(children[1], 1, 1)
         for child in (children[1], *grand, children[0]):
             child.close()
         release(snap)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -97,6 +97,33 @@ def _global_streams() -> Any:
     return canonical(process_globals.global_streams())
 
 
+_COPIED: dict[type[Any], Callable[[Any], Any]] = {
+    list: list,
+    dict: dict,
+    set: set,
+    bytearray: bytes,
+    np.ndarray: np.array,
+}
+_kept: list[tuple[Any, Any]] = []  # containers that were overwritten, with a copy of each
+
+
+@contextlib.contextmanager
+def put_back() -> Iterator[None]:
+    """Put back what `scribble` overwrites: a list of all commands, say, may be the one that each call returns."""
+    try:
+        yield
+    finally:
+        while _kept:
+            value, before = _kept.pop()
+            if isinstance(value, (list, bytearray)):
+                value[:] = before
+            elif isinstance(value, np.ndarray):
+                value[...] = before
+            else:
+                value.clear()
+                value.update(before)
+
+
 @check(
     "snapshot.immutable",
     level=1,
@@ -105,6 +132,7 @@ def _global_streams() -> Any:
     hazard="A snapshot shares objects with the environment or the agent: what happens later rewrites the past.",
     blind="Objects that neither the environment nor what it returned leads to.",
 )
+@put_back()
 def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """A snapshot is unchanged when everything that reset, step and restore returned is overwritten in place and the
     episode continues: in a new environment its future is the same every time, and so are its bytes and digest. One that
@@ -351,6 +379,9 @@ def scribble(value: Any, seen: set[int] | None = None) -> int:
         return 0
     seen.add(id(value))
     count = 0
+    for kind, copied in _COPIED.items():
+        if isinstance(value, kind) and (kind is not np.ndarray or value.flags.writeable):
+            _kept.append((value, copied(value)))
     if isinstance(value, (list, tuple)):
         count += sum(scribble(item, seen) for item in value)
         if isinstance(value, list):

@@ -24,9 +24,9 @@ def reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tupl
     """
     make: Any = subject.make_env
     given: dict[str, Any] = {}
-    while isinstance(make, functools.partial):
-        given = {**make.keywords, **given}
-        make = make.func
+    while isinstance(make, functools.partial) or (hasattr(make, "__wrapped__") and not isinstance(make, type)):
+        given = {**getattr(make, "keywords", {}), **given}
+        make = make.func if isinstance(make, functools.partial) else make.__wrapped__
     with opened(subject) as env:
         made: Any = type(list(layers(env))[-1]) if make is gym.make else make
     try:

@@ -137,13 +137,14 @@ def _possible(action: Any, info: Any) -> bool:
     return True
 
 
-def pictured(subject: Subject) -> Subject | None:
-    """The subject with its rendered picture compared after each call; None where it cannot be rendered.
+def pictured(subject: Subject) -> list[Subject]:
+    """The subject with its rendered picture compared after each call, once per mode; empty if it cannot be rendered.
 
     Pictures that differ in two uninterrupted runs are no part of it either.
     """
     from sandboxgym.conformance.checks.freshness import _modes, _rendering
 
+    found = []
     for mode in _modes(subject):
         drawing = replace(
             subject,
@@ -160,10 +161,10 @@ def pictured(subject: Subject) -> Subject | None:
                 if canonical(env.render()) is None:
                     continue
             if record(drawing, 0, 8).repeatable:
-                return drawing
+                found.append(drawing)
         except Exception:  # a mode that does not work here: freshness.render says why
             continue
-    return None
+    return found
 
 
 def _drawn(subject: Subject, env: AnyEnv) -> Any:

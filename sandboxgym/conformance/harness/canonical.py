@@ -5,6 +5,8 @@ NaN equals NaN, 0.0 is not -0.0, ``np.float32(1)`` is not ``1.0``; the order of 
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
 import pickle
 import re
@@ -21,6 +23,8 @@ class Items(tuple[Any, ...]):
     __slots__ = ()
 
 
+LINKED = 6
+"""Depth to which objects with slots are followed: those of a grid lead to each other in exponentially many ways."""
 Canonical = Any
 """Nested tuples of strings, bytes and numbers; equal if and only if the originals are the same values."""
 
@@ -30,6 +34,11 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 def canonical(value: Any) -> Canonical:
     """The canonical form of any value that an environment may return."""
     return _canonical(value, ())
+
+
+def mark(value: Any) -> int:
+    """A number in place of a canonical form, where thousands are compared; ``hash`` alone takes -1 for -2."""
+    return hash(repr(value))
 
 
 def _canonical(value: Any, path: tuple[int, ...]) -> Canonical:
@@ -45,11 +54,13 @@ def _canonical(value: Any, path: tuple[int, ...]) -> Canonical:
     if len(path) > 60:
         return ("deep", kind.__qualname__)
     inside = (*path, id(value))
-    if isinstance(value, dict):
+    if isinstance(value, (dict, types.MappingProxyType)):
         items = [(_canonical(key, inside), _canonical(item, inside)) for key, item in value.items()]
         return (_name(kind), Items(sorted(items, key=_key)))
     if isinstance(value, (list, tuple)):
         return (_name(kind), tuple([_canonical(item, inside) for item in value]))
+    if isinstance(value, collections.deque):
+        return (f"{_name(kind)} of {value.maxlen}", tuple([_canonical(item, inside) for item in value]))
     if isinstance(value, (set, frozenset)):
         return (_name(kind), tuple(sorted((_canonical(item, inside) for item in value), key=repr)))
     if isinstance(value, np.generic):
@@ -58,7 +69,8 @@ def _canonical(value: Any, path: tuple[int, ...]) -> Canonical:
         if value.dtype.hasobject:
             return ("array", value.dtype.str, value.shape, tuple([_canonical(item, inside) for item in value.ravel()]))
         if value.dtype.kind in "fc" and np.isnan(value).any():
-            return ("array", value.dtype.str, value.shape, np.isnan(value).tobytes() + np.nan_to_num(value).tobytes())
+            missing = np.isnan(value)
+            return ("array", value.dtype.str, value.shape, missing.tobytes() + np.where(missing, 0, value).tobytes())
         return ("array", value.dtype.str, value.shape, value.tobytes())
     if isinstance(value, (str, bytes, int, float, complex)):  # subclasses, enumerations
         return (_name(kind), repr(value))
@@ -74,7 +86,21 @@ def _canonical(value: Any, path: tuple[int, ...]) -> Canonical:
         return (_name(kind), _canonical(dict(content), inside))
     if hasattr(value, "__array__"):  # tensors
         return (_name(kind), _canonical(np.asarray(value), inside))
+    told: Any = kind.__repr__
+    if told is object.__repr__ and len(path) < LINKED and (slots := _slots(value)):
+        return (_name(kind), Items([(name, _canonical(item, inside)) for name, item in slots]))
     return (_name(kind), _ADDRESS.sub("", repr(value)))
+
+
+def _slots(value: Any) -> list[tuple[str, Any]]:
+    """Contents of the slots of an object that does not tell them by its ``repr``."""
+    found = {}
+    for base in reversed(type(value).__mro__):
+        for name, member in vars(base).items():
+            if isinstance(member, types.MemberDescriptorType):
+                with contextlib.suppress(AttributeError):  # it was never set
+                    found[name] = member.__get__(value)
+    return sorted(found.items())
 
 
 def _name(kind: type[Any]) -> str:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sandboxgym.conformance.check import Budget
+from sandboxgym.conformance.harness.canonical import mark
 from sandboxgym.conformance.harness.scenario import (
     choose,
     first_difference,
@@ -80,19 +81,19 @@ class Policy:
             length += 1
             if index < NEAR:
                 outcome, raw = self.subject.call(env, Op("step", action))
-                whole.append(hash(outcome))
+                whole.append(mark(outcome))
                 flags = (outcome.terminated, outcome.truncated, outcome.raised)
                 parts = (outcome.observation, outcome.reward, flags, outcome.info, outcome.state)
-                fields.append(tuple(map(hash, parts)))
+                fields.append(tuple(map(mark, parts)))
                 numbers.append(() if raw is None else tuple(_numbers(raw[1], raw[0])))
             else:
                 raw = _step(env, action)
             if raw is None:
-                end = hash("raised")
+                end = mark("raised")
                 break
             with contextlib.suppress(TypeError, ValueError):
                 total += float(raw[1])
-            end = hash((raw[1] if isinstance(raw[1], (int, float)) else 0, bool(raw[2]), bool(raw[3])))
+            end = mark((raw[1] if isinstance(raw[1], (int, float)) else 0, bool(raw[2]), bool(raw[3])))
             if raw[2] or raw[3]:
                 break
             action = choose(self.subject, self.space, raw[0], raw[4], rng, True)
@@ -245,7 +246,7 @@ def live(subject: Subject, control: Control, point: int, budget: Budget) -> Plac
 
     def run(seed: int, interrupt: bool, restore_seed: int) -> Future:
         with opened(subject) as env:
-            past = hash(tuple(reach(subject, env, control, point, seed)))
+            past = mark(tuple(reach(subject, env, control, point, seed)))
             if interrupt:
                 snap = snapshot(env)
                 try:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget
-from sandboxgym.conformance.harness.canonical import Items, canonical, show
+from sandboxgym.conformance.harness.canonical import Items, canonical, mark, show
 from sandboxgym.conformance.harness.scenario import choose, control_seed, opened, record, release, seed_spaces
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, restore, snapshot
 from sandboxgym.conformance.supervision.clock import Stopwatch
@@ -187,7 +187,7 @@ def _features(action: Any, raw: tuple[Any, ...], total: float) -> Iterator[Featu
             if value is None or isinstance(value, (bool, np.bool_)) or (isinstance(value, str) and len(value) < 80):
                 yield ("value", str(key), str(value))
     if not isinstance(observation, np.ndarray) or observation.dtype.kind != "f":
-        yield ("place", hash(canonical(observation)))
+        yield ("place", mark(canonical(observation)))
 
 
 @dataclass

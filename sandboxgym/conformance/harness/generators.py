@@ -32,6 +32,8 @@ WIDEST = 4_096
 
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, range, slice)
 _LEGACY = np.random.RandomState
+_FRAMES = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
+"""Attributes of what waits in the middle of its code that lead to its variables."""
 
 
 @dataclass(frozen=True)
@@ -207,10 +209,10 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(value, functools.partial):
         yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
         return
-    elif kind is types.GeneratorType:
-        if value.gi_frame is not None:
-            for name, item in value.gi_frame.f_locals.items():
-                yield f"{path}.<{name}>", item
+    elif kind in _FRAMES:
+        frame = getattr(value, _FRAMES[kind])
+        for name, item in frame.f_locals.items() if frame is not None else ():
+            yield f"{path}.<{name}>", item
         return
     yield from _attributes(path, value, kind)
 

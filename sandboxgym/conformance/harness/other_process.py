@@ -28,6 +28,7 @@ from sandboxgym.system.atomic import atomic_file
 
 TIMEOUT = 120
 """Seconds that a child may take."""
+_GLANCE = 0.002  # seconds between two looks at whether the other side is there
 
 
 class Unreachable(Exception):
@@ -48,6 +49,8 @@ class Job:
     """A snapshot as made by `carried`."""
     points: tuple[int, ...] = ()
     """Numbers of calls after which a snapshot is saved, for `save`."""
+    meeting: str = ""
+    """Folder of `meet`, where each call waits for the other side; empty: none waits."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +126,43 @@ def finish(started: Started) -> list[list[Outcome]]:
             raise Broken(f"the other process ended with status {process.returncode} and no answer")
         kind, content = pickle.loads(answer.read_bytes())
     return _answer(kind, content)
+
+
+def abandon(started: Started) -> None:
+    """End the child started with `start`, whose outcomes nobody wants."""
+    process, folder = started
+    with folder:
+        process.kill()
+        process.wait()
+
+
+def meet(meeting: str, number: int) -> None:
+    """Say, in the child, that this call is next, and wait until it is allowed.
+
+    Raises:
+        TimeoutError: it is not allowed for too long.
+    """
+    Path(meeting, f"next-{number}").touch()
+    limit = time.monotonic() + TIMEOUT
+    while not Path(meeting, f"allowed-{number}").exists():
+        if time.monotonic() > limit:
+            raise TimeoutError(f"call {number} was not allowed within {TIMEOUT} s")
+        time.sleep(_GLANCE)
+
+
+def is_met(started: Started, meeting: str, number: int) -> bool:
+    """Wait until the child is about to make a call; False if it ends before, or does not come to it."""
+    limit = time.monotonic() + TIMEOUT
+    while not Path(meeting, f"next-{number}").exists():
+        if started[0].poll() is not None or time.monotonic() > limit:
+            return False
+        time.sleep(_GLANCE)
+    return True
+
+
+def allow(meeting: str, number: int) -> None:
+    """Let the child make the call that it waits with."""
+    Path(meeting, f"allowed-{number}").touch()
 
 
 def _answer(kind: str, content: Any) -> list[Any]:
@@ -332,7 +372,9 @@ def _outcomes(subject: Subject, job: Job) -> Iterator[Outcome]:
         if job.restored is not None:
             observation, info = restore(env, arrived(job.restored))
             yield subject.outcome(env, observation, 0.0, False, False, info)
-        for op in job.ops:
+        for number, op in enumerate(job.ops):
+            if job.meeting:
+                meet(job.meeting, number)
             yield subject.call(env, op)[0]
 
 

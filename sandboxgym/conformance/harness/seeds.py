@@ -8,15 +8,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from sandboxgym.conformance.check import Budget
 from sandboxgym.conformance.harness import generators
-from sandboxgym.conformance.harness.scenario import Scene, first_difference, opened, release, seed_spaces, streams
-from sandboxgym.conformance.subject import AnyEnv, Outcome, Subject, restore, snapshot
+from sandboxgym.conformance.harness.canonical import Canonical, Items, show
+from sandboxgym.conformance.harness.scenario import (
+    Scene,
+    Walk,
+    first_difference,
+    opened,
+    release,
+    renew_streams,
+    seed_spaces,
+    streams,
+)
+from sandboxgym.conformance.subject import AnyEnv, Op, Outcome, Subject, restore, snapshot
 from sandboxgym.core import SnapshotEnv
 
 VARY = 16
@@ -34,6 +44,10 @@ TRIED_DECLARED = 8
 MANY = 400
 """Seeds that give one future before it is said that seeds do not decide it; `LEAST` where calls are slow."""
 LEAST = 64
+FOLLOWED = 4
+"""Calls after a seed in the middle of an episode that are compared with an uninterrupted run."""
+RENEWED = 16
+"""Uninterrupted runs with other draws in which what a seed changed must stay the same to be at fault."""
 
 
 def random_by(noise: str) -> bool:
@@ -150,3 +164,81 @@ def must_decide(
         f"nothing is random, but {call} changed the future: {tried} more seeds give one and the same future, which "
         f"{every}, so that what differs is not drawn ({told(env)})"
     )
+
+
+Seeded = Callable[[Scene, Walk, int, int, Sequence[Op]], list[Outcome]]
+"""Outcomes of calls after a restore or fork with a seed: (scene, walk, point, seed, calls)."""
+
+
+def nothing_else(subject: Subject, budget: Budget, rng: np.random.Generator, call: str, seeded: Seeded) -> None:
+    """Fail if a seed given in the middle of an episode changes what no draw decides.
+
+    Right after a reset, where little has happened, there is little to lose. What draws decide differs between runs
+    whose streams were renewed, or from seed to seed; all else must be as in the uninterrupted run.
+
+    Args:
+        subject: of which the first control run is played, if it repeats itself and its draws are recognised.
+        budget: limits the number of seeds.
+        rng: draws moments and seeds.
+        call: with a seed, in words.
+        seeded: makes the call at one of the moments, and plays.
+    """
+    control = subject.control(0, budget.steps)
+    if not control.repeatable or (subject.noise and not subject.noise.startswith(OTHER_DRAWS)):
+        return
+    last = control.last
+    points = {max(1, last // 2)}
+    if not budget.waits:
+        points |= {max(1, last - FOLLOWED), int(rng.integers(1, max(2, last)))}
+    with Scene(subject) as scene:
+        walk = scene.walk(control, points, until=max(points))
+        for point in walk.points:
+            ops = control.ops[point : min(point + FOLLOWED, last)]
+            expected = _parts(control.outcomes[point : point + len(ops)])
+            first = _parts(seeded(scene, walk, point, int(rng.integers(1, 2**31)), ops))
+            changed = {part for part in expected.keys() | first.keys() if expected.get(part) != first.get(part)}
+            for trial in range(RENEWED if changed else 0):
+                with opened(subject) as env:
+                    seed_spaces(env, control.seed)
+                    for op in control.ops[:point]:
+                        subject.call(env, op)
+                    try:
+                        renew_streams(env, trial)
+                    except (AttributeError, TypeError):  # a proxy's: there is nothing to compare with
+                        return
+                    seed_spaces(env, trial)
+                    drawn = _parts([subject.call(env, op)[0] for op in ops])
+                changed = {part for part in changed if drawn.get(part) == expected.get(part)}
+                if not changed:
+                    break
+            tried = 1
+            for _ in budget.spending(MANY if changed else 0, at_least=LEAST):
+                mark = len(scene.lines)
+                found = _parts(seeded(scene, walk, point, int(rng.integers(1, 2**31)), ops))
+                del scene.lines[mark:]
+                changed = {part for part in changed if found.get(part) == first.get(part)}
+                tried += 1
+                if not changed:
+                    break
+            if changed:
+                number, name, key = part = min(changed)
+                scene.fail(
+                    f"{call} changes what no draw decides: in call {number + 1} after it {name}{key} is, for "
+                    f"{tried} seeds, {show(first.get(part))}, and in uninterrupted runs {show(expected.get(part))}",
+                    {"snapshot after calls": point, "seeds": tried},
+                )
+
+
+def _parts(outcomes: Sequence[Outcome]) -> dict[tuple[int, str, str], Canonical]:
+    """Fields of outcomes by number of the call and name; entries of dicts have a name of their own too.
+
+    Without the hidden state: numbers drawn ahead are part of it, and how many of them a seed leaves is no draw.
+    """
+    parts: dict[tuple[int, str, str], Canonical] = {}
+    for number, outcome in enumerate(outcomes):
+        for name, value in outcome._replace(state=None)._asdict().items():
+            if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], Items):
+                parts |= {(number, name, f"[{show(key)}]"): item for key, item in value[1]}
+            else:
+                parts[number, name, ""] = value
+    return parts

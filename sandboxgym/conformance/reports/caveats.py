@@ -15,6 +15,8 @@ from sandboxgym.conformance.subject import AnyEnv, Subject, layers
 
 MANY = 1000
 """Snapshots held at once from which on their number is no caveat."""
+CROWD = 64
+"""Children that live at once from which on their number is no caveat."""
 WATCHED = 6
 """Calls in which reset options are looked at."""
 _PASSING = ("gymnasium.core", "gymnasium.wrappers", "sandboxgym.core", "sandboxgym.wrappers")
@@ -32,6 +34,11 @@ def caveats(report: Mapping[str, Any]) -> list[str]:
     held = results.get("restore.many_held", {}).get("evidence", {}).get("held")
     if isinstance(held, int) and held < MANY:
         found.append(f"no more than {held} snapshots were held at once")
+    alive = results.get("fork.crowd", {}).get("evidence", {}).get("alive at once")
+    if isinstance(alive, int) and alive <= CROWD:
+        found.append(f"no more than {alive - 1} children lived and acted at once")
+    if results.get("restore.diverge", {}).get("evidence", {}).get("with pictures") == 0:
+        found.append("no picture was compared where branches parted: it renders in no mode that could be used here")
     if changed := results.get("restore.refused", {}).get("evidence", {}).get("changed"):
         found.append(
             f"a restore {min(changed)} raises when the environment is changed already: whoever handles it is elsewhere"

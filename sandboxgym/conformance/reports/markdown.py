@@ -14,6 +14,9 @@ from sandboxgym.conformance.reports.verdicts import headline, weight
 from sandboxgym.conformance.runner import Report
 from sandboxgym.system.atomic import write_atomic
 
+MOST = 8
+"""Findings of one check that are shown."""
+
 
 def write(report: Report, path: str | os.PathLike[str]) -> None:
     """Write the Markdown, atomically."""
@@ -76,14 +79,23 @@ def _side_by_side(report: Mapping[str, Any]) -> list[str]:
 
 
 def _numbers(result: Mapping[str, Any]) -> str:
-    short = [
-        f"{name.replace('_', ' ')} {plain(value)}"
-        for name, value in result["evidence"].items()
-        if isinstance(value, (bool, int, float)) or (isinstance(value, str) and len(value) < 40)
-    ]
+    told = {name: _told(value) for name, value in result["evidence"].items()}
+    text = ", ".join([f"{name.replace('_', ' ')} {value}" for name, value in told.items() if value][:MOST])
     rate = weight(result).rate
-    told = ", ".join(short[:6])
-    return f"{told}; would show a fault of {rate}" if rate and "fault in" not in told else told
+    return f"{text}; would show a fault of {rate}" if rate and "fault in" not in text else text
+
+
+def _told(value: Any) -> str:
+    """A number, a short text, or a few of them, as text; else nothing."""
+    if isinstance(value, (bool, int, float)):
+        return plain(value)
+    if isinstance(value, str):
+        return value if len(value) < 40 else ""
+    if isinstance(value, Mapping):
+        items = [f"{name} {plain(count)}" for name, count in value.items() if isinstance(count, (bool, int, float))]
+    else:
+        items = [item for item in value if isinstance(item, str)] if isinstance(value, (list, tuple)) else []
+    return f"({', '.join(items)})" if items and sum(map(len, items)) < 160 else ""
 
 
 def _strength(strength: Mapping[str, Any] | None) -> list[str]:

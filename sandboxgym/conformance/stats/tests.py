@@ -120,18 +120,27 @@ def nearest(rows: Floats, cells: int, rng: np.random.Generator) -> Ints:
 
 
 def quantiles(values: Floats, cells: int) -> Ints:
-    """Cells of numbers: between quantiles of the pooled sample; equal numbers are in one cell."""
-    distinct = np.unique(values)
+    """Cells of numbers: between quantiles of the pooled sample; equal ones are in one cell, NaN beyond all others."""
+    distinct, codes = np.unique(values, return_inverse=True)
     if len(distinct) <= cells:
-        return np.searchsorted(distinct, values).astype(np.int64)
-    edges = np.unique(np.quantile(values, np.arange(1, cells) / cells))
-    return np.searchsorted(edges, values, side="right").astype(np.int64)
+        return codes.astype(np.int64)
+    edges = np.unique(np.quantile(codes, np.arange(1, cells) / cells))
+    return np.searchsorted(edges, codes, side="right").astype(np.int64)
 
 
 def standardised(rows: Floats) -> Floats:
-    """Columns with mean 0 and standard deviation 1; constant ones are 0."""
-    spread = rows.std(axis=0)
-    return np.asarray((rows - rows.mean(axis=0)) / np.where(spread > 0, spread, 1.0), dtype=np.float64)
+    """Columns with mean 0 and standard deviation 1; constant ones are 0.
+
+    Infinities become numbers beyond the finite ones of their column, NaN its mean; a column more says where NaN was.
+    """
+    missing = np.isnan(rows)
+    largest = np.abs(np.where(np.isfinite(rows), rows, 0.0)).max(axis=0, initial=0.0)
+    scaled = np.where(missing, 0.0, rows / np.where(largest > 0, largest, 1.0))  # the squares of large ones overflow
+    scaled = np.clip(scaled, -2.0, 2.0)
+    centre = scaled.sum(axis=0) / np.maximum((~missing).sum(axis=0), 1)
+    scaled = np.hstack([np.where(missing, centre, scaled), missing[:, missing.any(axis=0)]])
+    spread = scaled.std(axis=0)
+    return np.asarray((scaled - scaled.mean(axis=0)) / np.where(spread > 0, spread, 1.0), dtype=np.float64)
 
 
 # Two samples.

@@ -11,6 +11,7 @@ import gymnasium as gym
 import numpy as np
 
 from sandboxgym import randomness
+from sandboxgym.conformance.harness import generators
 from sandboxgym.conformance.harness.scenario import opened, release
 from sandboxgym.conformance.strength.fields import Path, field_of, name, trace, with_field
 from sandboxgym.conformance.strength.states import Seen, is_immutable, owner_of
@@ -114,6 +115,7 @@ def faults_of(subject: Subject, seen: Seen) -> Iterator[Fault]:
         shared = not seen.layered and not is_immutable(env)
         coded = [] if env is env.unwrapped else _coded(env)
         streams = [each for each in ("np_random", "action_space", "observation_space") if subject.capabilities.rng]
+        own = [path for path in generators.find(env) if not path.endswith("._np_random")] if streams else []
         named = [type(wrapper).__name__ for wrapper in coded]
     for path in seen.varied:
         yield _leaving_out(path, seen.layered)
@@ -126,6 +128,8 @@ def faults_of(subject: Subject, seen: Seen) -> Iterator[Fault]:
     yield Fault("the whole", "stale")
     for stream in streams:
         yield Fault(stream, "stream", around=_stream(stream))
+    for each in own:
+        yield Fault(each, "stream", around=_own_stream(each))
     for index, label in enumerate(named):
         yield Fault(label, "wrapper", around=_wrapper(index))
 
@@ -244,6 +248,26 @@ def _stream(stream: str) -> Callable[[AnyEnv, Fault], Callable[[], None]]:
                 space = getattr(env, stream)
                 fault.effects += randomness.capture_spaces(space) != kept
                 randomness.restore_spaces(kept, space)
+
+        return after
+
+    return around
+
+
+def _own_stream(path: str) -> Callable[[AnyEnv, Fault], Callable[[], None]]:
+    """A generator of the environment's own, found by its path, goes on where it is."""
+
+    def around(env: AnyEnv, fault: Fault) -> Callable[[], None]:
+        held = generators.find(env, [path]).get(path)
+        if held is None or not held.renewable:
+            return lambda: None
+        mine, bits = held.save(), held.bits()
+
+        def after() -> None:
+            now = generators.find(env, [path]).get(path)
+            if now is not None and now.kind == held.kind:
+                fault.effects += now.bits() != bits
+                now.load(mine)
 
         return after
 

@@ -4,7 +4,8 @@
    (``/proc/thread-self/schedstat``); it is subtracted from every time here.
 2. Other waits (for a child, a container, a disk) include waits for processors as those of this thread do: they count
    with the share of the requested time that this thread got.
-3. The functions are bound when this module is imported: checks that move the clocks of `time` do not move these.
+3. Where another process is waited for, time counts by the share that one process more gets (`fair_share`).
+4. The functions are bound when this module is imported: checks that move the clocks of `time` do not move these.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from time import perf_counter, process_time, thread_time
 from typing import Any
 
@@ -67,6 +69,19 @@ class Stopwatch:
         if self.busy > limit:
             return True
         return perf_counter() - self._wall > 2 * limit and self.elapsed > 2 * limit
+
+
+def fair_share() -> float:
+    """Fraction of a processor that one more process gets now, by the number of those that want one; 1 if unknown."""
+    try:
+        running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
+    except (OSError, IndexError, ValueError):
+        return 1.0
+    return max(LEAST_SHARE, min(1.0, _processors() / max(1, running - 1)))  # without this thread
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def timed(action: Callable[[], Any]) -> float:

@@ -9,10 +9,11 @@ import shutil
 import subprocess
 import tempfile
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
+from time import perf_counter, sleep
 
+from sandboxgym.conformance.supervision import clock
 from sandboxgym.system import proc
 
 PROC = Path("/proc")
@@ -94,12 +95,15 @@ def containers() -> set[str] | None:
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """True if a condition becomes true within some seconds."""
-    end = time.monotonic() + seconds
+    """True if a condition becomes true within some seconds, which pass more slowly while other programs run."""
+    left, last = seconds, perf_counter()
     while not condition():
-        if time.monotonic() > end:
+        now = perf_counter()
+        left -= (now - last) * clock.fair_share()  # what is waited for gets as much of the processors as anybody
+        last = now
+        if left < 0:
             return False
-        time.sleep(0.05)
+        sleep(0.05)
     return True
 
 

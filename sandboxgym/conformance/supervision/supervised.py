@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import mmap
 import os
 import pickle
@@ -146,6 +147,7 @@ class Watched:
 
 
 def _beating(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)  # some checks look at its arguments
     def beating(*args: Any, **kwargs: Any) -> Any:
         pulse.beat()
         try:
@@ -424,7 +426,8 @@ class _Child:
             known.report, self.at = value, None
 
     def look(self) -> None:
-        """Record the child's processes, to end them when it is gone."""
+        """Record the child's processes that live, to end them when it is gone: the id of another may be reused."""
+        self.kin = {pid: birth for pid, birth in self.kin.items() if birth and started(pid) == birth}
         for pid in offspring(self.process.pid):
             self.kin.setdefault(pid, started(pid))
 

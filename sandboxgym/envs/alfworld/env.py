@@ -16,7 +16,7 @@ from sandboxgym.core import Transition
 from sandboxgym.envs.alfworld.card import CARD
 from sandboxgym.envs.alfworld.engine import Engine, EngineName, load, snapshot_spec
 from sandboxgym.envs.alfworld.expert import Expert
-from sandboxgym.envs.alfworld.game import Game, GameState
+from sandboxgym.envs.alfworld.game import Game, GameState, Progress
 from sandboxgym.envs.alfworld.games.library import GameLibrary, GameNotFound, GameRef, instruction_of, open_library
 from sandboxgym.envs.alfworld.solver import least_commands, shortest_plan
 from sandboxgym.envs.alfworld.textworld_engine import TextWorldState
@@ -146,6 +146,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 4}  # type: ignore[misc]
     card = CARD
     immutable_state = True
+    apply_draws = False
     state_version = 2
 
     def __init__(
@@ -214,7 +215,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
                 raise TypeError(f"expected a command as a string, found {action!r}")
             state, valid = game.following(episode.state, self._translate(action) if self.aliases else action)
             won = game.won(state)
-            info = {**self._measures(state), "success": won, "valid_action": valid}
+            info = {**self._measures(state, game.progress(state)), "success": won, "valid_action": valid}
             found.append(Transition(None, float(won), won and self.stop_when_won, False, info))
         return found
 
@@ -315,7 +316,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
             "task_type": ref.task_type,
             "goal_condition": progress.met / progress.total if progress.total else float(won),
             "goal_condition_success_rate": progress.conditions_met / (progress.conditions or 1),
-            **self._measures(state),
+            **self._measures(state, progress),
             "state_hash": game.state_hash(state),
             "valid_action": episode.valid_action,
             "moves": state.moves,
@@ -323,10 +324,9 @@ class ALFWorldEnv(TaskEnv[str, str]):
         observation = game.intro() if episode.feedback is None else episode.feedback
         return Transition(observation, float(won), won and self.stop_when_won, False, info)
 
-    def _measures(self, state: GameState) -> dict[str, Any]:
+    def _measures(self, state: GameState, progress: Progress) -> dict[str, Any]:
         """Info keys for state values."""
         assert self._game is not None
-        progress = self._game.progress(state)
         key = f"{progress.met}/{progress.total}{' held' if progress.held else ''}"
         if not self.features and self.progress == "goals":
             return {"progress_key": key}
@@ -338,7 +338,8 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return found
 
     def _capture(self) -> EpisodeState:
-        return self._playing()[1]
+        assert self._state is not None
+        return self._state
 
     def _apply(self, state: EpisodeState) -> None:
         game, ref = self._game, self._ref

@@ -48,9 +48,11 @@ TASK_MARKER = "Your task is to: "
 _INTRO = compile_text("#intro#")
 _CACHED_STATES = 512
 _BYTES_PER_FACT, _BYTES_PER_OPERATOR, _BYTES_PER_STATE = 900, 2300, 1000  # measured on official games
+_BYTES_PER_HASH = 500
 _ALWAYS = -1
 
 Row: TypeAlias = tuple[str, ...]
+Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
@@ -147,6 +149,7 @@ class Game:
         self._command_of: dict[tuple[str, Row], str] = {}
         self._choices_of: dict[int, _Choices] = {}
         self._progress_of: dict[int, Progress] = {}
+        self._hash_of: dict[tuple[int, int], str] = {}
         self._goal = _Goal(self._planner)
         if cache is not None and (found is None or found.operators is None):
             if found is not None:  # seen before: it may well be seen again
@@ -274,8 +277,13 @@ class Game:
 
     def state_hash(self, state: GameState) -> str:
         """Hash of the game and its facts: 16 hexadecimal digits, whatever moves led here."""
-        content = f"{self.digest} {state.s:x} {state.t:x}".encode()
-        return hashlib.blake2b(content, digest_size=8).hexdigest()
+        key = state.s, state.t
+        found = self._hash_of.get(key)
+        if found is None:
+            content = f"{self.digest} {state.s:x} {state.t:x}".encode()
+            found = hashlib.blake2b(content, digest_size=8).hexdigest()
+            _remember(self._hash_of, key, found)
+        return found
 
     def resume(self, state: GameState) -> GameState:
         """Return ``state`` itself: any instance of a game continues from the states of another.
@@ -318,6 +326,7 @@ class Game:
             _BYTES_PER_FACT * len(self._planner.facts)
             + _BYTES_PER_OPERATOR * len(self._command_of)
             + _BYTES_PER_STATE * len(self._choices_of)
+            + _BYTES_PER_HASH * len(self._hash_of)
             + (self._stored.nbytes if self._stored is not None else 0)
         )
 
@@ -516,7 +525,7 @@ def _numbers(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-def _remember(cache: dict[int, Value], key: int, value: Value) -> None:
+def _remember(cache: dict[Key, Value], key: Key, value: Value) -> None:
     """Store ``value`` in a cache, and keep the cache small."""
     if len(cache) >= _CACHED_STATES:
         cache.clear()

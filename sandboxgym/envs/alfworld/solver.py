@@ -243,6 +243,17 @@ def _bits(mask: Mask) -> Iterator[Mask]:
         mask ^= bit
 
 
+def _by_bit(masks: Iterable[Mask]) -> dict[Mask, list[int]]:
+    """Numbers of the masks that have a bit, for each bit."""
+    found: dict[Mask, list[int]] = defaultdict(list)
+    for number, mask in enumerate(masks):
+        while mask:
+            bit = mask & -mask
+            found[bit].append(number)
+            mask ^= bit
+    return found
+
+
 class _Rules:
     """Operators of a game, indexed by the facts that they change."""
 
@@ -250,18 +261,19 @@ class _Rules:
         self.task = task
         self.start = start
         self.operators = operators
-        self._hand = _Hand(task, operators, start)
-        self._adding: dict[Mask, list[int]] = defaultdict(list)
-        self._deleting: dict[Mask, list[int]] = defaultdict(list)
-        for number, op in enumerate(operators):
-            for bit in _bits(op.listed_add):
-                self._adding[bit].append(number)
-            for bit in _bits(op.listed_delete):
-                self._deleting[bit].append(number)
+        self._adding = _by_bit(op.listed_add for op in operators)
         self._makers = {bit: sum(1 << number for number in numbers) for bit, numbers in self._adding.items()}
         self._all_need = {
             bit: reduce(and_, (operators[number].pos for number in numbers)) for bit, numbers in self._adding.items()
         }
+
+    @functools.cached_property
+    def _hand(self) -> _Hand:
+        return _Hand(self.task, self.operators, self.start)
+
+    @functools.cached_property
+    def _deleting(self) -> dict[Mask, list[int]]:
+        return _by_bit(op.listed_delete for op in self.operators)
 
     def estimate(self, goal: Mask, state: Mask) -> int:
         """Lower bound on the number of commands that make all of ``goal`` true; `_NEVER` if none can."""

@@ -39,6 +39,7 @@ submit when you are done.""",
     module="swebench",
     ready="embedded tasks",
     sandboxed=True,
+    step_seconds=60.0 + 2 * 1800.0,  # a command; the tests of work that was submitted, and once more as a check
     probes="sandboxgym.envs.swebench.doctor:PROBES",
     clear_cache="sandboxgym.envs.swebench.workspaces.prepared:clear",
 )

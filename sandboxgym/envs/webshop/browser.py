@@ -102,6 +102,8 @@ class WebShopBrowserEnv(WebShopEnv):
     """
 
     card = BROWSER_CARD
+    immutable_state = True
+    apply_draws = False
     metadata: ClassVar[dict[str, Any]] = {"render_modes": ["rgb_array"], "render_fps": 4}  # type: ignore[misc]
     snapshot_spec = SnapshotSpec(kind="logical")
 

@@ -135,6 +135,7 @@ class WebShopEnv(TaskEnv[str, str]):
     }
     card = CARD
     immutable_state = True
+    apply_draws = False
 
     def __init__(
         self,
@@ -283,8 +284,7 @@ class WebShopEnv(TaskEnv[str, str]):
         session, shop = self._session, self.shop
         assert session is not None
         page = shop.page(session)
-        bought = page.view.purchase
-        goal = shop.goals[session.goal]
+        bought, goal = page.view.purchase, page.goal
         info = {
             "available_actions": {
                 "has_search_bar": page.view.has_search_bar,
@@ -304,14 +304,15 @@ class WebShopEnv(TaskEnv[str, str]):
         if bought is not None:
             parts = {field.name: getattr(bought.reward, field.name) for field in fields(bought.reward)}
             info["reward_info"] = {**parts, "nouns": shop.nouns.name}
-        return Transition(shop.observe(session, self.observation_mode), session.reward, session.done, False, info)
+        return Transition(page.text(self.observation_mode), session.reward, session.done, False, info)
 
     def _worth(self, session: Session) -> str:
         prospect = self.shop.prospect(session)
         return session.place.page + ("" if prospect is None else f" {prospect:.1f}")
 
     def _capture(self) -> Session:
-        return self._shopping()
+        assert self._session is not None
+        return self._session
 
     def _apply(self, state: Session) -> None:
         self.shop.check(state)

@@ -24,7 +24,7 @@ import functools
 import os
 import random
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import get_args
@@ -36,7 +36,7 @@ from sandboxgym.envs.webshop.goals import Goal, Goals, Kind
 from sandboxgym.envs.webshop.goals import goals as all_goals
 from sandboxgym.envs.webshop.retrieval.search import Search, open_search
 from sandboxgym.envs.webshop.reward import Reward, reward
-from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, Place, Session
+from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, PageType, Place, Session
 from sandboxgym.envs.webshop.views import View
 from sandboxgym.envs.webshop.words.nouns import Nouns, open_nouns
 from sandboxgym.errors import SnapshotCorrupt
@@ -47,6 +47,14 @@ _OPEN_SHOPS = 8
 _CACHED_PAGES = 1024
 _CACHED_REWARDS = 4096
 _SEARCH, _BACK, _PREV, _NEXT, _BUY = map(str.lower, (views.SEARCH, views.BACK, views.PREV, views.NEXT, views.BUY))
+_NEEDS: dict[PageType, tuple[str, ...]] = {
+    "search": (),
+    "results": ("query", "number"),
+    "item": ("query", "number", "asin"),
+    "sub_page": ("query", "number", "asin"),
+    "done": ("asin",),
+}
+"""Attributes that places of each kind of page have."""
 _SUB_PAGES = {name.lower(): name for name in SUB_PAGES}
 
 
@@ -54,6 +62,7 @@ _SUB_PAGES = {name.lower(): name for name in SUB_PAGES}
 class Page:
     """A page, with the information that environments give beside the observation."""
 
+    goal: Goal
     view: View
     clickables: tuple[str, ...]
     commands: tuple[str, ...]
@@ -61,6 +70,15 @@ class Page:
     progress_key: str
     """Kind of page, whether it shows the goal's product, and the number of the goal's options that are chosen."""
     state_hash: str
+    texts: dict[pages.ObservationMode, str] = field(default_factory=dict, compare=False, repr=False)
+    """Observations by mode, each once it was asked for."""
+
+    def text(self, mode: pages.ObservationMode) -> str:
+        """Observation of the page."""
+        found = self.texts.get(mode)
+        if found is None:
+            found = self.texts[mode] = pages.RENDERERS[mode](self.view)
+        return found
 
 
 class Shop:
@@ -93,7 +111,6 @@ class Shop:
         self.identity = identity
         self.worth = functools.lru_cache(_CACHED_REWARDS)(self._worth)
         self._page = functools.lru_cache(_CACHED_PAGES)(self._build_page)
-        self._observation = functools.lru_cache(_CACHED_PAGES)(self._render)
 
     # Looking.
 
@@ -140,7 +157,7 @@ class Shop:
 
     def observe(self, session: Session, mode: pages.ObservationMode) -> str:
         """Observation of the page."""
-        return self._observation(mode, session.goal, session.place, session.visited)
+        return self.page(session).text(mode)
 
     def view(self, session: Session) -> View:
         """View of the page."""
@@ -291,6 +308,7 @@ class Shop:
         search = [actions.search_for(view.instruction)] if view.has_search_bar else []
         key = f"{self.identity}\n".encode() + Session(goal, place, tuple(sorted(visited))).encode()
         return Page(
+            goal=wanted,
             view=view,
             clickables=tuple(view.clickables),
             commands=(*search, *(f"click[{name}]" for name in names)),
@@ -301,9 +319,6 @@ class Shop:
     def _can_be_typed(self, name: str) -> bool:
         return self.compat == "default" or not ("[" in name or "\n" in name)
 
-    def _render(self, mode: pages.ObservationMode, goal: int, place: Place, visited: tuple[str, ...]) -> str:
-        return pages.RENDERERS[mode](self._page(goal, place, visited).view)
-
     def check(self, session: Session) -> None:
         """Refuse a session that this shop cannot have.
 
@@ -313,9 +328,7 @@ class Shop:
         place = session.place
         if not 0 <= session.goal < len(self.goals):
             raise SnapshotCorrupt(f"expected a goal below {len(self.goals)}, found {session.goal}")
-        needs = {"search": (), "results": ("query", "number"), "done": ("asin",)}.get(
-            place.page, ("query", "number", "asin")
-        )
+        needs = _NEEDS[place.page]
         lacks = [name for name in needs if getattr(place, name) is None]
         if lacks or (place.sub_page is None) == (place.page == "sub_page"):
             raise SnapshotCorrupt(f"expected a page with {needs}, found {brief(place)}")

@@ -134,6 +134,13 @@ class AgentEnv(TaskEnv[str, str], Generic[TaskT, StartT, BoxT, VerdictT]):
         "unobservable": {
             "editor.history": 'only the editor writes it, which the tools "bash" do not have',
             "gone": "only a sandbox that ends by itself between two steps sets it",
+            "timing.total": "wall seconds of the last call, for logs: no observation, reward or info has them",
+            "timing.command": "wall seconds of the last command, for logs alone as well",
+            "timing.grading": "wall seconds of the last grading, for logs alone as well",
+            "_space.digest": "a cache: the digest of the files, computed anew when it is not known",
+            "_space._current": "a cache: the snapshot of the present state, taken anew when there is none",
+            "_space._stale": "whether the live sandbox is still to be brought here, before its next use",
+            "_space.box.sandbox._waiting": "whether the sandbox is started at its next use",
         },
     }
     snapshot_spec = SnapshotSpec(kind="filesystem", cost="constant", rng=False, cross_host=False)

@@ -144,7 +144,7 @@ def _waits_in(pid: int) -> str:
 def _left_running(
     backend: OverlayBackend, shell: Shell, leader: int, capturer: Capturer
 ) -> tuple[OverlayTree, CriuCheckpoint]:
-    """Capture processes that go on, with a copy of the layer they write to."""
+    """Capture processes that continue, with a copy of the layer they write to."""
     container, below, store = backend.container, backend.below, backend.runtime.store
     assert container is not None and below is not None
     layer, sessions = store.new(), list[ShellSession]()

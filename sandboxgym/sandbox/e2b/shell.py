@@ -18,7 +18,7 @@ from sandboxgym.sandbox.shell.state import ShellState
 
 STATE = "/tmp/.sandboxgym-shell"
 """File inside with the shell's state."""
-# Read-only variables cannot be assigned when the file is read; bash says so, and goes on.
+# Read-only variables cannot be assigned when the file is read; bash says so, and continues.
 _SCRIPT = """
 shopt -s expand_aliases
 if [[ -r {state} ]]; then source {state} 2>/dev/null; else cd {cwd} 2>/dev/null; fi

@@ -60,6 +60,7 @@ _LONGEST_REPORT = 64
 _LINE = 256  # typed at once: less than a terminal takes without anybody reading
 _READS_LINE = re.compile(rb"[0-9]+ 0x0 0x[0-9a-f]+ 0x400 ")  # bash reads lines in these pieces, `read` in others
 _LEARNING = 0.05  # seconds in which an idle bash must be seen to wait for a line
+_BUSY, _TURN = 2.0, 0.002  # the same for one that wants to run, and seconds between two looks at it
 _GLANCE = 0.1  # seconds between two looks at a process that nobody tells of
 
 
@@ -227,11 +228,17 @@ class BashProcess:
         self._typed = line
 
     def _learn_prompt(self) -> None:
-        deadline = time.monotonic() + _LEARNING
-        while self._prompt is None and time.monotonic() < deadline and (call := self._system_call()) is not None:
+        began = time.monotonic()
+        while self._prompt is None and (call := self._system_call()) is not None:
+            waited = time.monotonic() - began
             if _READS_LINE.fullmatch(call):
                 self._prompt = call
-            os.sched_yield()
+            elif waited < _LEARNING:
+                os.sched_yield()
+            elif waited < _BUSY and process_table.state(self.process.pid or 0) in ("R", "D"):
+                time.sleep(_TURN)  # others have the processor: it will come to its prompt
+            else:
+                break
 
     def _system_call(self) -> bytes | None:
         """System call that the bash is in, with the first arguments; empty in none, None if that cannot be seen."""

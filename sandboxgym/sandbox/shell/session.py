@@ -54,7 +54,7 @@ TIMED_OUT = 124
 GRACE = 0.5
 """Seconds after Ctrl-C in which a command may end by itself."""
 PATIENCE = 3.0
-"""Seconds in which a shell must come back once its commands are killed, before it is killed too."""
+"""Seconds, without those in which it is stopped, in which a shell must come back once its commands are killed."""
 STARTING = 30.0
 """Seconds in which a new shell must answer."""
 SETTLING = 10.0
@@ -589,15 +589,18 @@ class Shell:
         bash.abort()
         bash.interrupt()
         done = self._wait(time.monotonic() + GRACE)
-        deadline = time.monotonic() + PATIENCE
-        pause = _BETWEEN
-        while not done and time.monotonic() < deadline:
+        given, pause = 0.0, _BETWEEN
+        while not done and given < PATIENCE:
             if not bash.at_prompt():  # there nothing is left to be dropped, and bash may end of the signal (shell.bash)
                 bash.abort()
+            began = time.monotonic()
             with contextlib.suppress(SandboxClosed):  # which waiting will tell
                 kill_started(self._backend, command.since, older=command.older, shell=self.pid)
             bash.interrupt()
-            done = self._wait(time.monotonic() + pause)
+            killed = time.monotonic()
+            pause = max(pause, killed - began)  # the bash was stopped as well: it gets as long to come back
+            done = self._wait(killed + pause)
+            given += time.monotonic() - killed
             pause *= 1.5
         if not done:
             bash.process.kill()

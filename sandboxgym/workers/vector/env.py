@@ -61,7 +61,8 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         env_fns: one function an environment. In processes they are sent by cloudpickle, so lambdas and functions of
             the main script work; see `make` for environments with an id.
         mode: ``"sync"`` steps one after the other in this thread, which is fastest while a step takes less than about a
-            millisecond; ``"thread"`` pays where steps wait (containers, network); ``"process"`` where they compute.
+            millisecond; ``"thread"`` pays where steps wait (containers, network); ``"process"`` where they compute;
+            ``"ray"`` has workers on a Ray cluster, as of `EnvPool`.
         workers: threads or processes, each with an equal share of the environments, stepped in turn
             (default: one per environment).
         timeout: seconds that the step of one environment may take; None: no limit.
@@ -246,9 +247,13 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
                 transitions[index] = (self._observations[index], 0.0, False, True, self._infos[index])
         observations, rewards, terminated, truncated, told = zip(*transitions)
         self._observations[:], self._infos[:] = observations, told
-        self._rewards[:], self._terminations[:], self._truncations[:] = rewards, terminated, truncated
+        self._rewards[:] = rewards
         if any(terminated) or any(truncated):
+            self._terminations[:], self._truncations[:] = terminated, truncated
             self._active = ~(self._terminations | self._truncations)
+        else:
+            self._terminations.fill(False)
+            self._truncations.fill(False)
         infos = dict(enumerate(told))
         for index, error in failed.items():
             self._fail(index, "step", error, infos)

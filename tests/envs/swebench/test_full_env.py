@@ -11,6 +11,8 @@ from components import missing
 
 from sandboxgym.errors import SnapshotNotSupported
 from sandboxgym.sandbox.checkpoint import criu
+from sandboxgym.sandbox.sandbox import Sandbox
+from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 pytestmark = pytest.mark.slow
 
@@ -77,7 +79,7 @@ def test_another_backend_is_refused(make_env: Maker) -> None:
         make_env(snapshot="everything")
 
 
-def test_the_matrix_of_hidden_state() -> None:
+def test_the_matrix_of_hidden_state(monkeypatch: pytest.MonkeyPatch) -> None:
     from sandboxgym.conformance.runner import run
     from sandboxgym.conformance.subject import Subject
     from sandboxgym.envs.swebench import conformance_hooks
@@ -86,9 +88,17 @@ def test_the_matrix_of_hidden_state() -> None:
     subject = Subject.named(
         "sandboxgym/SWEBench-v0", arguments, actions=conformance_hooks.actions, shell=conformance_hooks.shell
     )
+    taken, lost = Sandbox.snapshot, []  # what a snapshot could not hold is the reason if the test fails
+
+    def snapshot(self: Sandbox, **options: Any) -> SandboxSnapshot:
+        snap = taken(self, **options)
+        lost.extend(snap.lossy)
+        return snap
+
+    monkeypatch.setattr(Sandbox, "snapshot", snapshot)
     report = run(subject, only=["probes.matrix"])
     assert {result.id: result.message for result in report.failures} == {}
     (result,) = [result for result in report.results if result.id == "probes.matrix"]
     rows = {row["probe"]: row["measured"] for row in result.evidence["matrix"]}
     for name in ("process.background", "process.server", "shell.descriptor", "identity.shell_pid", "shell.function"):
-        assert rows[name] == "kept", (name, rows)
+        assert rows[name] == "kept", (name, rows, lost)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,8 @@ from sandboxgym.envs.swebench.workspaces import prepared
 from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
 from sandboxgym.sandbox.base import SandboxUnavailable
 
-ID = "pallets__flask-99999"
+ID = f"pallets__flask-{10**7 + os.getpid()}"
+"""An instance of this process alone, since others that run these tests have images with the same daemon."""
 PREPARE = r"""set -e
 mkdir -p /opt/miniconda3/bin /testbed/tests
 echo 'conda() { echo "$@" > /tmp/conda; export CONDA_DEFAULT_ENV=$2; }' > /opt/miniconda3/bin/activate
@@ -107,7 +109,7 @@ def test_verified_is_played_in_the_image_that_the_harness_names(
     monkeypatch.setenv("SANDBOXGYM_DATA", str(tmp_path))
     env = gym.make("sandboxgym/SWEBench-v0", dataset="verified", backend=backend, max_episode_steps=3)
     try:
-        observation, _ = env.reset(options={"instance_id": "flask-99999"})
+        observation, _ = env.reset(options={"instance_id": ID.partition("__")[2]})
         assert "Greet nobody." in observation
         seen = env.step("echo $CONDA_DEFAULT_ENV; git log --all --format=%s; git status --short")[0]
         assert seen.split("\n")[2:4] == ["testbed", "first"], seen

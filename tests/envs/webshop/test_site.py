@@ -350,7 +350,7 @@ def test_the_originals_quirks_have_no_site(directory: Path) -> None:
 
 def test_the_server_answers_and_stops(site: Site) -> None:
     with Server(site) as running:
-        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
 
         def ask(method: str, path: str, body: bytes | None = None) -> tuple[int, dict[str, str], str]:
             connection.request(method, path, body)
@@ -396,7 +396,7 @@ def test_an_error_in_a_page_is_told_without_its_traceback(
 
     monkeypatch.setattr(site, "get", broken)
     with Server(site) as running:
-        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=10)
+        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
         connection.request("GET", "/")
         answer = connection.getresponse()
         page = answer.read().decode()

@@ -28,8 +28,8 @@ from sandboxgym.envs.webshop.site.messages import MOST_FIELDS, MOST_FORM, MOST_L
 from sandboxgym.envs.webshop.site.server import Server, Site
 from sandboxgym.envs.webshop.site.sessions import Sessions
 
-SECONDS = 20.0
-"""After which a test gives up; nothing here takes a tenth of it."""
+SECONDS = 120.0
+"""After which a test gives up; nothing here takes a hundredth of it."""
 
 
 @pytest.fixture(scope="module")

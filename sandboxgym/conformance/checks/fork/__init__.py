@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from sandboxgym.conformance.checks.fork import alike, draws, protocol, siblings, whole_copies
+from sandboxgym.conformance.checks.fork import alike, draws, look_ahead, protocol, siblings, whole_copies
 
-__all__ = ["alike", "draws", "protocol", "siblings", "whole_copies"]
+__all__ = ["alike", "draws", "look_ahead", "protocol", "siblings", "whole_copies"]

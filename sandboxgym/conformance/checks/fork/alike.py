@@ -148,9 +148,9 @@ def _interleaved(subject: Subject, budget: Budget, rng: np.random.Generator, con
                         scene.close(current)  # twice is once
                 continue
             if made < 3 * budget.forks and rng.random() < 0.06:
-                for child in scene.fork(current, 1):
+                for child in scene.fork(current, int(rng.integers(1, 4))):
                     players.append([child, walk, place])
-                made += 1
+                    made += 1
             if restores and not close and rng.random() < 0.06:
                 scene.restore(current, start)
                 last.pop(id(current), None)

@@ -54,9 +54,10 @@ def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -
     blind="Correlations between streams that differ: stochastic.siblings_independent.",
 )
 def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``fork(k, seed=S)``: children's np_random differ from each other's and the source's, for S = 0 too; another S
-    gives others, the same S the same, hundreds of times; where all S give the same futures, nothing is random, and all
-    continue like the source; where it is, not all children do the same.
+    """``fork(k, seed=S)``: children's np_random differ from each other's and the source's, for S = 0 too, and where the
+    source is itself a fork; another S gives others, the same S the same, hundreds of times; where all S give the same
+    futures, nothing is random, and all continue like the source; where it is, not all children do the same. In the
+    middle of an episode, too, a seed changes nothing that no draw decides.
     """
     control = subject.control(0, budget.steps)
     random_ = seeding.random_by(subject.noise)
@@ -69,10 +70,11 @@ def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generato
         seeds = [0, *(int(seed) for seed in rng.integers(2**31, size=2))]
         ops, end = control.ops[1 : control.last], control.last
         seen: dict[int, list[Any]] = {}
-        for seed in (*seeds, seeds[0]):
+        for number, seed in enumerate((*seeds, seeds[0])):
             scene.restore(env, walk.snaps[1])
-            source = streams(env)
-            children = scene.fork(env, k, seed=seed)
+            parent = scene.fork(env, 1)[0] if number == 1 else env
+            source = streams(parent)
+            children = scene.fork(parent, k, seed=seed)
             bits = [streams(child) for child in children]
             for name in [name for name in source if name.endswith(".np_random")]:
                 found = [source[name], *(each.get(name) for each in bits)]
@@ -97,7 +99,7 @@ def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generato
                     scene.fail(f"fork(k, seed=S) gives the same random stream {same[0]} for two seeds S")
             seen[seed] = [played, bits]
             futures |= set(played)
-            for child in children:
+            for child in children if parent is env else (*children, parent):
                 scene.forget(child)
         captured = tuple(walk.expected[1:end])
         if not subject.noise and futures != {captured}:
@@ -137,6 +139,15 @@ def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generato
                         scene.fail(f"fork number {index + 1} with one and the same seed goes on differently: {text}")
                     scene.forget(child)
                     again += 1
+
+    def forked(scene: Scene, walk: Walk, point: int, seed: int, ops: Sequence[Op]) -> list[Outcome]:
+        scene.restore(walk.env, walk.snaps[point])
+        (child,) = scene.fork(walk.env, 1, seed=seed)
+        found = scene.play(child, ops)
+        scene.forget(child)
+        return found
+
+    seeding.nothing_else(subject, budget, rng, "fork(1, seed=…)", forked)
     return {
         "futures": len(futures),
         "random": random_,

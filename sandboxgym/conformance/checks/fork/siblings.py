@@ -31,8 +31,8 @@ CROWD = 64
     blind="Effects later than the recorded calls.",
 )
 def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Plays control runs again and forks after every few calls, seeded and unseeded; children step, reset to other
-    episodes and close; every outcome of the source is that of the run without forks.
+    """Plays control runs again and forks after every second call or so, seeded and unseeded; children step, reset to
+    other episodes and close; every outcome of the source is that of the run without forks.
     """
     repeatable = [control for control in controls(subject, budget) if control.repeatable]
     if not repeatable:
@@ -46,8 +46,9 @@ def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator)
                 found = scene.call(env, op)
                 if found != walk.expected[index]:
                     scene.differ(walk, env, index, found, f"the source of {forks} forks differs")
-                if index % 2 == 0 and (index < 6 or not watch.spent(budget.seconds)):
-                    for number, child in enumerate(scene.fork(env, 2, seed=None if index % 4 else index)):
+                if rng.random() < 0.5 and (index < 6 or not watch.spent(budget.seconds)):
+                    seed = None if rng.random() < 0.5 else int(rng.integers(2**31))
+                    for number, child in enumerate(scene.fork(env, int(rng.integers(1, 4)), seed=seed)):
                         forks += 1
                         scene.play(child, control.ops[index + 1 : index + 3])
                         if number:

@@ -103,8 +103,9 @@ def other_env(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
     blind="Faults rarer than the restores made: see the evidence for what would have been found with 99.9 %.",
 )
 def many(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Restores one snapshot hundreds of times, with steps in between, then takes and restores hundreds of snapshots;
-    after each compares what follows with the control run, every tenth time to the very end.
+    """Restores one snapshot hundreds of times, with steps in between, then takes and restores hundreds of snapshots, of
+    two moments in turn, each released before the next; after each compares what follows with the control run, every
+    tenth time of the first ones to the very end.
     """
     control = subject.control(0, budget.steps)
     restored = taken = 0
@@ -119,19 +120,19 @@ def many(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str
                 scene.expect(walk.env, walk, point, what, calls=None if index % 10 == 0 else SHORT)
                 restored += 1
     with Scene(subject) as scene:
-        walk = scene.walk(control, [point])
-        detour = control.ops[point : point + 1]
-        for index in budget.spending(budget.repeats, at_least=20):
+        walk = scene.walk(control, {1, point})
+        for index in budget.spending(budget.repeats // 2, at_least=10):
             with scene.iteration(index):
-                scene.restore(walk.env, walk.snaps[point])
-                snap = scene.snapshot(walk.env)
-                scene.play(walk.env, detour)
-                result = scene.restore(walk.env, snap)
-                what = f"snapshot number {index + 1} of the same state"
-                scene.expect_returned(walk.env, walk, point, result, what)
-                scene.expect(walk.env, walk, point, what, calls=SHORT)
-                scene.drop(snap)
-                taken += 1
+                for moment in walk.points:  # in turn: what a handle leaves behind is not what the next one needs
+                    scene.restore(walk.env, walk.snaps[moment])
+                    snap = scene.snapshot(walk.env)
+                    scene.play(walk.env, control.ops[moment : moment + 1])
+                    result = scene.restore(walk.env, snap)
+                    what = f"snapshot number {taken + 1}, of two moments in turn"
+                    scene.expect_returned(walk.env, walk, moment, result, what)
+                    scene.expect(walk.env, walk, moment, what, calls=SHORT)
+                    scene.drop(snap)
+                    taken += 1
     return {"restores of one": restored, "snapshots": taken, **finds(min(restored, taken))}
 
 
@@ -153,8 +154,8 @@ def any_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
         with Scene(subject) as scene:
             walks = [scene.walk(each, points_of(each, rng, 3)) for each in (control, pool[(index + 1) % len(pool)])]
             env = walks[0].env
-            for number in budget.spending(budget.repeats // 4, seconds=budget.seconds / len(pool), at_least=12):
-                walk = walks[number % 3 == 2]
+            for _ in budget.spending(budget.repeats // 4, seconds=budget.seconds / len(pool), at_least=12):
+                walk = walks[int(rng.random() < 1 / 3)]
                 point = int(rng.choice(walk.points))
                 result = scene.restore(env, walk.snaps[point])
                 scene.expect_returned(env, walk, point, result, "restored in a drawn order")
@@ -217,9 +218,9 @@ def after_reset(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     for index, control in enumerate(pool):
         with Scene(subject) as scene:
             walk = scene.walk(control, points_of(control, rng, 1))
-            for number, point in enumerate(walk.points):
-                other = pool[(index + 1 + number) % len(pool)]
-                calls = (1, 2, other.last, len(other.ops))[number % 4]
+            for point in walk.points:
+                other = pool[(index + 1 + int(rng.integers(max(1, len(pool) - 1)))) % len(pool)]
+                calls = (1, 2, other.last, len(other.ops))[int(rng.integers(4))]
                 scene.play(walk.env, other.ops[:calls])
                 result = scene.restore(walk.env, walk.snaps[point])
                 scene.expect_returned(walk.env, walk, point, result, "restored after reset() to another episode")
@@ -388,21 +389,23 @@ def no_steps(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
         rng.shuffle(programs)
         # First what most restores by comparison would meet: the same state before and after something else.
         programs = [("restore", between, between) for between in calls for _ in range(2)] + programs
+        ways = list(itertools.product((False, True), (1, late), ("itself", "a fork", "another")))
+        drawn = [ways[place] for _ in range(0, len(programs), len(ways)) for place in rng.permutation(len(ways))]
         for index in budget.spending(len(programs), at_least=30):
             mark = len(scene.lines)
-            env = walk.env if index % 2 == 0 else scene.fork(walk.env, 1)[0]
+            forked, point, where = drawn[index]
+            env = scene.fork(walk.env, 1)[0] if forked else walk.env
             for name in programs[index]:
                 calls[name](env)
-            point = 1 if index % 3 else late
             on = "" if env is walk.env else "on a fork, "
             what = f"restored after {on}{', '.join(programs[index])}"
             result = scene.restore(env, walk.snaps[point])
             scene.expect_returned(env, walk, point, result, what)
-            if index // 2 % 3 == 1:
+            if where == "a fork":
                 (child,) = scene.fork(env, 1)
                 scene.expect(child, walk, point, f"a fork of one {what}", calls=2)
                 scene.forget(child)
-            elif index // 2 % 3 == 2:
+            elif where == "another":
                 again = scene.snapshot(env)
                 target = scene.fork(walk.env, 1)[0] if env is walk.env else walk.env
                 of = f"a snapshot of one {what}"

@@ -56,13 +56,13 @@ def diverging(
     pool = [each for each in (*found.controls, *controls(subject, budget)) if each.repeatable and each.last > 1]
     if not pool:
         raise Skipped("no run repeats itself without restores: " + subject.control(0, budget.steps).differs)
-    drawing = pictured(subject)
+    drawings = pictured(subject)
     width, length = (2, 5) if budget.waits else (WIDTH, LENGTH)
     compared = points = frames = 0
     for number in budget.spending(24 * len(pool), at_least=2 * len(pool)):
-        drawn = drawing is not None and number % 3 == 2
-        mine = drawing if drawn and drawing is not None else subject
-        control = mine.control(number % 2, min(30, budget.steps)) if drawn else pool[number % len(pool)]
+        drawn = bool(drawings) and number % 3 == 2
+        mine = drawings[number // 3 % len(drawings)] if drawn else subject
+        control = mine.control(number % 4, min(30, budget.steps)) if drawn else pool[number % len(pool)]
         if not control.repeatable:
             continue
         point = int(rng.integers(1, max(2, control.last)))

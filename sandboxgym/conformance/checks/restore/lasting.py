@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from sandboxgym.conformance.check import Budget, Skipped, check
-from sandboxgym.conformance.harness.canonical import literal
+from sandboxgym.conformance.harness.canonical import literal, mark
 from sandboxgym.conformance.harness.scenario import Scene, Walk, choose, control_seed, written
 from sandboxgym.conformance.harness.whole import affordable, whole_episodes
 from sandboxgym.conformance.subject import Control, Op, Outcome, Subject, methods
@@ -164,7 +164,7 @@ def many_held(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
 
 def _mark(outcome: Outcome) -> int:
     """Digest of an environment's outcome as a number: thousands of outcomes would take too much memory."""
-    return hash((outcome.observation, outcome.info, outcome.raised))
+    return mark((outcome.observation, outcome.info, outcome.raised))
 
 
 def _calls(subject: Subject, ops: list[Op], point: int) -> int:

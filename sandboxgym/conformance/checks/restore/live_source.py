@@ -36,10 +36,11 @@ from sandboxgym.conformance.supervision import scratch
     blind="Sources on other machines.",
 )
 def live_source(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Restores snapshots in other environments while their source is alive, in the middle of its episode and further
-    on, and moves between the others' steps; two sources with their own episodes, workers that change from one to the
-    other, in a drawn order; in the end the source is reset and closed under them. Then with the source in a thread, and
-    with the restored one in another process. Workers and sources must all give what they give alone.
+    """Restores snapshots in other environments while their source is alive, in the middle of its episode and
+    further on, and moves between the others' steps; two sources with their own episodes, workers that change from
+    one to the other, in a drawn order; in the end the source is reset and closed under them. Then with the source
+    in a thread, and with the restored one in another process, the source moving before each of its calls. Workers
+    and sources must all give what they give alone.
     """
     pool = [each for each in (*coverage(subject, budget).controls, *controls(subject, budget)) if each.repeatable]
     if not pool:
@@ -166,24 +167,34 @@ def _in_thread(subject: Subject, control: Control, rng: np.random.Generator) -> 
 
 
 def _across(subject: Subject, control: Control) -> str | int:
-    """Restore in another process, with the source here."""
+    """Restore in another process; the source here moves before each of its calls."""
     point = max(1, control.last // 3)
-    with Scene(subject) as scene, scratch.folder() as folder:
+    with Scene(subject) as scene, scratch.folder() as folder, scratch.folder() as meeting:
         source = scene.start(control)
         own = own_future(scene, source, control)
         scene.play(source, control.ops[:point])
         try:
             parcel = other_process.carried(scene.snapshot(source), Path(folder), "snapshot")
-            ahead = scene.expect(source, own, point, "the source of a snapshot", calls=max(1, control.last // 3))
+            place = point + scene.expect(source, own, point, "the source of a snapshot", calls=2)
             started = other_process.start(
                 subject,
                 [
-                    other_process.Job(control.seed, control.ops[point : own.end], parcel),
+                    other_process.Job(control.seed, control.ops[point : own.end], parcel, meeting=meeting),
                     other_process.Job(control.seed, control.ops[: own.end]),
                 ],
                 other_process.Child(),
             )
-            scene.expect(source, own, point + ahead, "a source whose snapshot is restored in another process", calls=2)
+            try:
+                for number in range(own.end - point):
+                    if not other_process.is_met(started, meeting, number):
+                        break
+                    if place < own.end:
+                        scene.expect_raw(source, own, place, "a source whose snapshot moves in another process")
+                        place += 1
+                    other_process.allow(meeting, number)
+            except BaseException:
+                other_process.abandon(started)
+                raise
             restored, alone = other_process.finish(started)
         except other_process.Unreachable as error:
             return f"cannot be reached: {error}"[:200]
@@ -197,6 +208,6 @@ def _across(subject: Subject, control: Control) -> str | int:
         if first_difference(expected, other_process.stateless(alone)):
             return "even without snapshots it gives something else there"
         if differs := first_difference(expected[point:], other_process.stateless(restored[1:])):
-            scene.fail(f"restored in another process while its source is alive and further on: {differs}")
-        scene.expect(source, own, point + ahead + 2, "a source after its snapshot was restored in another process")
+            scene.fail(f"restored in another process while its source is alive and moves in between: {differs}")
+        scene.expect(source, own, place, "a source after its snapshot was restored in another process")
         return own.end - point

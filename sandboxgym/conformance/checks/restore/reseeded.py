@@ -18,6 +18,7 @@ from sandboxgym.conformance.harness import seeds
 from sandboxgym.conformance.harness.canonical import show
 from sandboxgym.conformance.harness.scenario import (
     Scene,
+    Walk,
     first_difference,
     known_seed,
     streams,
@@ -86,7 +87,8 @@ def _draw(space: Any) -> None:
 def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """``restore(snap, seed=S)`` returns the captured observation; the same seed gives the same future, hundreds of
     times, other seeds (0 is one) other streams; where all seeds give one future it is that of the control run, for then
-    nothing is random; the seed leaves no trace afterwards, not in the handle either.
+    nothing is random; the seed leaves no trace afterwards, not in the handle either. In the middle of an episode, too,
+    it changes nothing that no draw decides.
     """
     control = subject.control(0, budget.steps)
     again = 0
@@ -144,6 +146,12 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
             result = scene.restore(env, walk.snaps[point])
             scene.expect_returned(env, walk, point, result, "restored without a seed after restores with seeds")
             scene.expect(env, walk, point, "restored without a seed after restores with seeds")
+
+    def restored(scene: Scene, walk: Walk, point: int, seed: int, ops: Sequence[Op]) -> list[Outcome]:
+        scene.restore(walk.env, walk.snaps[point], seed=seed)
+        return scene.play(walk.env, ops)
+
+    seeds.nothing_else(subject, budget, rng, "restore(snap, seed=…)", restored)
     return {
         "seeds": index + 1,
         "futures": len(futures),

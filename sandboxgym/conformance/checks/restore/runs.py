@@ -60,8 +60,9 @@ def perturbed(scene: Scene, rng: np.random.Generator) -> Iterator[None]:
     name = f"SANDBOXGYM_CONFORMANCE_{seed}"
     clocks = {clock: getattr(time, clock) for clock in ("time", "monotonic", "perf_counter")}
     clocks |= {f"{clock}_ns": getattr(time, f"{clock}_ns") for clock in clocks}
-    shift = 3600 * 24 * 3
+    shift = int(rng.integers(3600, 3600 * 24 * 100))  # drawn: one of whole days would be none to the time of day
     scene.note(f"import os, random, time; import numpy as np; random.seed({seed}); np.random.seed({seed})")
+    scene.note(f"# for the calls that follow, the clocks of the module time are {shift} seconds ahead")
     try:
         random.seed(seed)
         np.random.seed(seed)

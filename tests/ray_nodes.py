@@ -1,0 +1,166 @@
+"""A Ray cluster of simulated nodes for tests, and rollouts on it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from sandboxgym.sandbox import process_table
+from sandboxgym.tree import Action, Context, Failure, ForkAt, RolloutTree, rollout
+from sandboxgym.tree.journal import Journal
+from sandboxgym.workers.fleet import RayEnvs
+from sandboxgym.workers.fleet_status import fleet_status
+from sandboxgym.workers.nodes.worker import RayWorker
+
+try:
+    import ray
+    from ray.cluster_utils import Cluster
+except ModuleNotFoundError:
+    ray = None  # type: ignore[assignment]
+
+TASKS, STEPS = list(range(4)), 12
+WHERE = {"resources": {"env": 0.01}, "create_timeout": 120.0}
+"""Arguments of workers that are placed on the nodes of environments, which may die, not on the head."""
+
+
+class Nodes:
+    """A cluster of a head, which has no room for workers, and nodes that come and go."""
+
+    def __init__(self) -> None:
+        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+        self.nodes = [self.joined(), self.joined()]
+        ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error", configure_logging=False)
+
+    @property
+    def address(self) -> str:
+        return str(self.cluster.address)
+
+    def joined(self) -> Any:
+        return self.cluster.add_node(num_cpus=4, resources={"env": 4}, object_store_memory=80_000_000)
+
+    def with_two(self) -> list[Any]:
+        """The nodes of environments, two of them."""
+        while len(self.nodes) < 2:
+            self.nodes.append(self.joined())
+        return self.nodes
+
+    def kill(self, node: Any, workers: Sequence[RayWorker]) -> None:
+        """End a node and its workers at once, as a machine does that loses its power."""
+        there = [worker.pid for worker in workers if worker.node == node.node_id]
+        assert there
+        for pid in there:
+            os.kill(pid, signal.SIGKILL)  # else they serve on for a moment without their node
+        self.nodes.remove(node)
+        self.cluster.remove_node(node, allow_graceful=False)
+
+    def processes(self, node: Any) -> set[int]:
+        """Process ids of a node and of all that runs on it."""
+        root = node.all_processes["raylet"][0].process.pid
+        return process_table.descendants(process_table.table(), {root}) | {root}
+
+    @contextlib.contextmanager
+    def freezing(self, node: Any) -> Iterator[Callable[[], None]]:
+        """Context with a function that stops a node and all that runs on it, which is gone afterwards."""
+        stopped: set[int] = set()
+
+        def freeze() -> None:
+            stopped.update(self.processes(node))
+            for pid in stopped:
+                os.kill(pid, signal.SIGSTOP)
+
+        try:
+            yield freeze
+        finally:
+            for pid in stopped:
+                with contextlib.suppress(ProcessLookupError):  # what the fleet ended
+                    os.kill(pid, signal.SIGKILL)
+            if stopped:
+                self.nodes.remove(node)
+                self.cluster.remove_node(node, allow_graceful=False)
+
+    def actors(self) -> list[str]:
+        """Actors of this package that run on any node."""
+        below = set().union(*map(self.processes, (self.cluster.head_node, *self.nodes)))
+        rows = process_table.table(only=below.__contains__)
+        return [row.command for row in rows if row.runs and row.command.startswith("ray::_")]
+
+    def end(self) -> None:
+        ray.shutdown()
+        self.cluster.shutdown()
+
+
+def policy(contexts: Sequence[Context]) -> list[Action]:
+    return [Action(str(context.rng.choice(context.info["admissible_commands"]))) for context in contexts]
+
+
+def plain(trees: Sequence[RolloutTree]) -> Any:
+    return [
+        [(path.key, [(e.action.text, e.reward, e.child.observation) for e in path.edges]) for path in tree.paths]
+        for tree in trees
+    ]
+
+
+def grown(envs: Any, decide: Any = policy, failures: list[Failure] | None = None, **options: Any) -> Any:
+    options |= {"tasks": TASKS, "seed": (3,), "retries": 3, "failures": failures}
+    return plain(rollout(envs, decide, ForkAt([2, 5], width=3), **options))
+
+
+def fleet_of(workers: int, **options: Any) -> RayEnvs:
+    return RayEnvs("sandboxgym/ALFWorld-v0", workers, max_episode_steps=STEPS, **{**WHERE, **options})
+
+
+def workers_of(envs: RayEnvs) -> list[RayWorker]:
+    found = [shared.worker for shared in envs._slots]
+    assert all(isinstance(worker, RayWorker) for worker in found)
+    return found  # type: ignore[return-value]
+
+
+def await_all(envs: RayEnvs) -> None:
+    """Wait until every worker runs; those that were placed on a node that is gone are asked for anew."""
+    deadline = time.monotonic() + 120
+    while len(envs._running()) < len(set(envs._present()) - set(envs._leaving)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+class At:
+    """A policy that calls a function once, before a decision with a number."""
+
+    def __init__(self, number: int, function: Any, decide: Any = policy) -> None:
+        self.number, self.function, self.decide, self.calls = number, function, decide, 0
+
+    def __call__(self, contexts: Sequence[Context]) -> list[Action]:
+        self.calls += 1
+        if self.calls == self.number:
+            self.function()
+        return self.decide(contexts)  # type: ignore[no-any-return]
+
+
+def until(condition: Any, seconds: float = 120.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def owner(address: str, folder: str) -> None:
+    """Roll out with a journal, in a process that kills itself in the middle of it."""
+    with fleet_of(2, address=address, store=f"{folder}/store") as envs:
+        await_all(envs)
+        journal = Journal(f"{folder}/journal", head=None)
+        grown(envs, At(9, lambda: os.kill(os.getpid(), signal.SIGKILL)), journal=journal)
+
+
+def client(address: str, path: str) -> None:
+    """Roll out as a client of a cluster, and write what happened on every path to a file."""
+    with fleet_of(2, address=address) as envs:
+        await_all(envs)
+        Path(path).write_bytes(pickle.dumps(grown(envs)))
+        assert envs._reporter.report()
+        assert [owner.steps > 0 for owner in fleet_status().owners] == [True]
