@@ -83,7 +83,9 @@ def test_the_whole_suite_certifies_it(package):
     tasks = ("--reset-options", '{"task": 0}', "--reset-options", '{"task": 3}')
     done = within(package, "sandboxgym", "conformance", "two_rooms:TwoRoomsEnv-v0", *tasks, "--badge", "badge.svg")
     assert done.returncode == 0 and "Snapshots faithful" in done.stdout, done.stdout + done.stderr
-    assert "4 of 4 fields" in done.stdout and "NOT tested:" not in done.stdout
+    assert "4 of 4 fields" in done.stdout
+    untested = [line.strip() for line in done.stdout.splitlines() if "NOT tested:" in line]
+    assert len(untested) == 1 and "no picture was compared" in untested[0], "it renders in no mode, all else is tested"
 
 
 COMMANDS = {
