@@ -632,6 +632,14 @@ class TrainingSession:
         tensor = torch.tensor(value, dtype=torch.float64, device=self.accelerator.device)
         return float(self.accelerator.reduce(tensor, reduction="sum"))
 
+    def peak_memory(self) -> float | None:
+        """Most GiB that PyTorch held on any process's GPU since the last call; None without GPUs."""
+        if self.accelerator.device.type != "cuda":
+            return None
+        bytes_held = torch.cuda.max_memory_allocated(self.accelerator.device)
+        torch.cuda.reset_peak_memory_stats(self.accelerator.device)
+        return float(max(self.gather([bytes_held]))) / 2**30
+
     def gather(self, local: list[Any]) -> list[Any]:
         """Collect the lists of all processes into one."""
         return gather_object(local) if self.accelerator.num_processes > 1 else local

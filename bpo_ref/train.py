@@ -507,7 +507,7 @@ class Trainer:
             session.set_lr(args.lr * learning_rate_factor(before, args))
             with session.gathered():
                 trees = self._rollouts((args.seed, 2, session.step))
-            sampled = time.perf_counter()
+            sampled, held = time.perf_counter(), session.peak_memory()
             forks = assign_credit(trees, args, session.memory, session.gather)
             session.memory.observe(trees, forks, args, session.gather)
             cut = leave_out(trees, args, (args.seed, 4, session.step))
@@ -518,6 +518,8 @@ class Trainer:
             metrics |= {"time/rollout": sampled - began, "time/update": finished - sampled, **self.rollout_costs}
             metrics["time/tokens_per_second"] = (session.counters["tokens"] - tokens) / (finished - began)
             metrics["update/lr"] = session.lr
+            if held is not None:
+                metrics |= {"memory/rollout": held, "memory/update": session.peak_memory() or 0.0}
             session.log.scalars(metrics, "rl", session.step)
             now = position(args, session.step, session.counters)
             shown = {name: f"{metrics[f'rollout/{name}']:.2f}" for name in ("success", "entropy")}

@@ -1,6 +1,6 @@
 """Speed of the trainer's optimizations at sizes that need a GPU: random weights in the shapes of real models.
 
-python -m bpo_ref.experiments.bench_large update|forks|generation|trl [--shape Qwen/Qwen2.5-7B-Instruct] [--repeats 5]
+python -m bpo_ref.experiments.bench_large update|forks|generation|run|trl [--shape 1B] [--repeats 5]
 python -m bpo_ref.experiments.bench_large server --server http://node7:8000 … [--shape …] [--repeats 5]
 
 bf16 and adapters of rank 32 for shapes of a billion parameters and more, else fp32 and all weights. Variants
@@ -23,25 +23,29 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+import sandboxgym
+from bpo_ref.args import parse_args, resolved
 from bpo_ref.experiments.bench import GROUP, WORDS, paths_of
-from bpo_ref.experiments.gpu_memory import SHAPES, Shape
+from bpo_ref.experiments.gpu_memory import SHAPES, Shape, memory
 from bpo_ref.learning import packing
 from bpo_ref.learning.models import CausalLM, add_adapter, checkpoint_layers
-from bpo_ref.learning.tiny import tiny_tokenizer
+from bpo_ref.learning.tiny import tiny_bpe_tokenizer, tiny_tokenizer
 from bpo_ref.sampling.backends import LocalBackendName, make_backend
 from bpo_ref.sampling.generate import Generation, Generator, forward
 from bpo_ref.sampling.served import Fleet, ServedBackend
 from bpo_ref.sampling.vllm import VllmEngine
+from bpo_ref.train import Trainer
 from sandboxgym.system import interpreter
 
 ALL_SHAPES = {
-    "check": Shape(32, 2, 2, 1, 16, 64, 128, qkv_bias=True),
+    "check": Shape(32, 2, 2, 1, 16, 64, 1024, qkv_bias=True),
     "100M": Shape(768, 12, 12, 12, 64, 2048, 32_000),
     "1B": Shape(2048, 22, 32, 4, 64, 5632, 32_000),
     **SHAPES,
@@ -121,24 +125,29 @@ def bench_update(name: str, repeats: int) -> list[str]:
     lengths = torch.full((len(ids),), ids.shape[1], device=device())
     gradients: dict[str, torch.Tensor] = {}
 
-    def update(packed: bool) -> None:
+    tokens = packing.pack(ids, lengths).ids.shape[1]
+    ways = {"flat": {"packed": False}, "packed": {"packed": True}, "in parts": {"packed": True, "most": tokens // 4}}
+
+    def update(way: str) -> None:
         for parameter in trained:
             parameter.grad = None
-        rows = [slice(None)] if packed else [slice(i, i + 1) for i in range(len(ids))]
+        rows = [slice(None)] if way != "flat" else [slice(i, i + 1) for i in range(len(ids))]
         for row in rows:
-            logps, *_ = forward(model, ids[row], lengths[row], where=where[row], packed=packed)
+            logps, *_ = forward(model, ids[row], lengths[row], where=where[row], **ways[way])  # type: ignore[arg-type]
             (logps.sum() / len(ids)).backward()  # type: ignore[no-untyped-call]
-        gradients["packed" if packed else "flat"] = torch.cat([p.grad.flatten().float() for p in trained])  # type: ignore[union-attr]
+        gradients[way] = torch.cat([p.grad.flatten().float() for p in trained])  # type: ignore[union-attr]
 
-    spent = in_turns({"flat": partial(update, False), "packed": partial(update, True)}, repeats)
-    apart = float((gradients["packed"] - gradients["flat"]).norm() / gradients["flat"].norm())
-    tokens = packing.pack(ids, lengths).ids.shape[1]
+    spent = in_turns({way: partial(update, way) for way in ways}, repeats)
+    flat = gradients["flat"].norm()
+    apart = max(float((gradients[way] - gradients["flat"]).norm() / flat) for way in ways)
+    times = " | ".join(f"{spent[way].seconds:.2f}" for way in ways)
+    peaks = " | ".join(f"{spent[way].peak_gib:.1f}" for way in ways)
     return [
-        "| shape | paths | tokens flat | packed | update flat / packed | GiB flat | packed | gradients differ by |",
-        "|---|---|---|---|---|---|---|---|",
+        "| shape | paths | tokens flat | packed | flat / packed | s flat | packed | in four parts | GiB flat | packed "
+        "| in four parts | gradients differ by |",
+        "|---|" + "---|" * 11,
         f"| {name} | {len(ids)} of {ids.shape[1]} | {ids.numel():,} | {tokens:,} "
-        f"| **{spent['flat'].seconds / spent['packed'].seconds:.2f}** ({spent['packed'].seconds:.2f} s) "
-        f"| {spent['flat'].peak_gib:.1f} | {spent['packed'].peak_gib:.1f} | {apart:.0e} |",
+        f"| **{spent['flat'].seconds / spent['packed'].seconds:.2f}** | {times} | {peaks} | {apart:.0e} |",
     ]
 
 
@@ -251,6 +260,51 @@ def bench_server(name: str, repeats: int, urls: Sequence[str]) -> list[str]:
     return lines
 
 
+def bench_run(name: str, repeats: int) -> list[str]:
+    """Train on ALFWorld's embedded games with the settings of the 7B configuration, but short episodes and few tasks.
+
+    The policy is random, so every turn takes all its tokens and every episode all its turns. Memory is compared with
+    what `gpu_memory` computes for these settings.
+    """
+    sizes = {"prompts": 8, "max_turns": 8, "max_new_tokens": 64, "context": 2048, "micro_tokens": 16384}
+    if name == "check":
+        sizes = {"prompts": 2, "max_turns": 2, "max_new_tokens": 4, "context": 1024, "micro_tokens": 2048}
+    large = ALL_SHAPES[name].parameters > LARGE
+    with tempfile.TemporaryDirectory() as folder:
+        with sandboxgym.make("sandboxgym/ALFWorld-v0", games="embedded") as env:
+            texts = [env.reset(seed=seed)[0] for seed in range(20)]
+        tokenizer = tiny_bpe_tokenizer(texts, 1000)
+        model_of(name, context=4096).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        given = ["--config", "alfworld-qwen2.5-7b", "--model", folder, "--out", f"{folder}/run"]
+        given += ["--env-kwargs", "games=embedded", "--eval-kwargs", "games=embedded", "--eval-untrained", "False"]
+        given += [f"--{option.replace('_', '-')}={size}" for option, size in sizes.items()]
+        given += [f"--updates={repeats + 1}", "--eval-episodes=2", *(["--lora-r=32"] if large else [])]
+        args = parse_args(given)
+        trainer = Trainer(args)
+        trainer.run()
+        lines = [json.loads(line) for line in Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()]
+    updates = [line for line in lines if "time/rollout" in line]
+    totals = [0, *(int(line["total/tokens"]) for line in updates)]
+    told = [(late - soon, line) for soon, late, line in zip(totals, totals[1:], updates)][1:]
+    sampled = statistics.median(tokens / line["time/rollout"] for tokens, line in told)
+    seconds = [statistics.median(line[f"time/{part}"] for _, line in told) for part in ("rollout", "update")]
+    share = statistics.median(line["time/env"] + line["time/snapshots"] for _, line in told) / seconds[0]
+    computed = memory(resolved(args), ALL_SHAPES[name], layout="ddp", gpus=1)
+    cells = []
+    for phase in ("rollout", "update"):
+        found = max((line.get(f"memory/{phase}", 0.0) for _, line in told), default=0.0)
+        parts = [size for part, size in computed.items() if ":" not in part or part.startswith(phase)]
+        cells.append(f"{found:.1f} / {sum(parts) / 2**30:.1f}")
+    return [
+        "| shape | paths an update | tokens sampled | a second | s rollout | of it environments | s update "
+        "| GiB of rollouts: measured / computed | of updates |",
+        "|---|" + "---|" * 8,
+        f"| {name} | {told[0][1]['total/returns'] / 2:.0f} | {told[0][0]:,} | {sampled:,.0f} | {seconds[0]:.1f} "
+        f"| {share:.1%} | {seconds[1]:.1f} | {' | '.join(cells)} |",
+    ]
+
+
 def bench_trl(name: str, repeats: int) -> list[str]:
     """Run `bpo_ref.experiments.bench.bench_trl` at this shape: each trainer in its own process, wall-clock time."""
     tokenizer = tiny_tokenizer(WORDS)
@@ -279,6 +333,7 @@ BENCHES: dict[str, Callable[[str, int], list[str]]] = {
     "update": bench_update,
     "forks": bench_forks,
     "generation": bench_generation,
+    "run": bench_run,
     "trl": bench_trl,
 }
 

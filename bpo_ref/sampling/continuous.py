@@ -15,6 +15,7 @@ those of the kernels are returned too, so that the loss can be corrected by them
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
@@ -25,6 +26,9 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from bpo_ref.learning import packing
 from bpo_ref.sampling.generate import CausalLM, ContextOverflow, Generation, StaleSession, score, weights_version
+
+KNOWN = inspect.signature(ContinuousBatchingConfig).parameters
+"""What transformers' configuration takes; it changes from version to version."""
 
 
 class GenerationFailed(RuntimeError):
@@ -210,12 +214,14 @@ class ContinuousSession:
     def _batching(self, rows: int, rngs: Sequence[np.random.Generator] | None) -> ContinuousBatchingConfig:
         generator = self._generator
         seed = None if not rngs else int(rngs[0].integers(2**31))
-        options: dict[str, Any] = {"page_size": generator.page, "seed": seed}
+        page = "page_size" if "page_size" in KNOWN else "block_size"  # transformers renamed it
+        options: dict[str, Any] = {page: generator.page, "seed": seed}
         options["return_logprobs"] = generator.sampler_logps
         if generator.model.device.type == "cpu":  # by default it takes most of the memory
             pages = rows * (-(-generator.context_limit // generator.page) + 1)
             options |= {"num_blocks": pages, "max_batch_tokens": 4096, "use_cuda_graph": False}
-            options |= {"use_async_batching": False, "auto_switch_to_flash": False}
+            options |= {"use_async_batching": False}
+            options |= {"auto_switch_to_flash": False} if "auto_switch_to_flash" in KNOWN else {}
         return ContinuousBatchingConfig(**options)
 
     def _close(self) -> None:

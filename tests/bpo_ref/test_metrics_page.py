@@ -13,7 +13,7 @@ from test_train import trained
 from bpo_ref.eval import VERDICTS
 
 ROOT = Path(__file__).parents[2]
-KINDS = "eval|rollout|update|sft|lookahead|time|total"
+KINDS = "eval|rollout|update|sft|lookahead|time|memory|total"
 NAME = re.compile(rf"[\"'`]((?:{KINDS})/[a-z_]+)[\"'`]")
 
 
