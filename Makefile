@@ -80,7 +80,7 @@ $(VLLM)/.installed: tests/name_vllm.py
 # Tests on a CUDA GPU, with a Python whose PyTorch is built for it and which has the extras train, lora and pytest.
 GPU_PYTHON := $(PYTHON)
 test-gpu:
-	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=gpu $(GPU_PYTHON) -m pytest --timeout 600 -s tests/bpo_ref/test_gpu.py $(ARGS)
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH SANDBOXGYM_REQUIRE=gpu $(GPU_PYTHON) -m pytest --timeout 600 -s tests/bpo_ref/test_gpu.py $(ARGS)
 
 # Tests against the packages of other projects, each in an environment of its own, for their requirements exclude each other.
 # OPENENV=DIR and so on name environments elsewhere, ARGS is given to pytest.

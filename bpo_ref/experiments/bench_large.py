@@ -18,6 +18,7 @@ import platform
 import resource
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -85,7 +86,15 @@ def measured(call: Callable[[], Any]) -> Spent:
 
 def in_turns(calls: dict[str, Callable[[], Any]], repeats: int) -> dict[str, Spent]:
     """Medians of calls that take turns; the first round is not counted (kernels are compiled in it)."""
-    rounds = [{name: measured(call) for name, call in calls.items()} for _ in range(repeats + 1)][1:]
+    rounds: list[dict[str, Spent]] = []
+    for number in range(repeats + 1):
+        rounds.append({})
+        for name, call in calls.items():
+            rounds[-1][name] = spent = measured(call)
+            print(
+                f"round {number}, {name}: {spent.seconds:.2f} s, {spent.peak_gib:.2f} GiB", file=sys.stderr, flush=True
+            )
+    del rounds[0]
     return {
         name: Spent(
             statistics.median(r[name].seconds for r in rounds), statistics.median(r[name].peak_gib for r in rounds)
@@ -281,8 +290,7 @@ def bench_run(name: str, repeats: int) -> list[str]:
         given += [f"--{option.replace('_', '-')}={size}" for option, size in sizes.items()]
         given += [f"--updates={repeats + 1}", "--eval-episodes=2", *(["--lora-r=32"] if large else [])]
         args = parse_args(given)
-        trainer = Trainer(args)
-        trainer.run()
+        Trainer(args).run()
         lines = [json.loads(line) for line in Path(f"{folder}/run/metrics.jsonl").read_text().splitlines()]
     updates = [line for line in lines if "time/rollout" in line]
     totals = [0, *(int(line["total/tokens"]) for line in updates)]
