@@ -38,7 +38,8 @@ from bpo_ref.experiments.gpu_memory import SHAPES, Shape, memory
 from bpo_ref.learning import packing
 from bpo_ref.learning.models import CausalLM, add_adapter, checkpoint_layers
 from bpo_ref.learning.tiny import tiny_bpe_tokenizer, tiny_tokenizer
-from bpo_ref.sampling.backends import LocalBackendName, make_backend
+from bpo_ref.sampling.backends import Backend
+from bpo_ref.sampling.continuous import ContinuousGenerator
 from bpo_ref.sampling.generate import Generation, Generator, forward
 from bpo_ref.sampling.served import Fleet, ServedBackend
 from bpo_ref.sampling.vllm import VllmEngine
@@ -183,31 +184,39 @@ def bench_forks(name: str, repeats: int) -> list[str]:
 
 
 def bench_generation(name: str, repeats: int) -> list[str]:
-    """Compare the backends on turns of 64 rows with contexts of different lengths."""
-    rows, longest, turn = (4, 30, 4) if name == "check" else (64, 3000, 64)
+    """Compare ways to sample turns of 64 rows with contexts of different lengths.
+
+    ``hf`` puts keys and values side by side for a whole turn where they fit into `generate.JOINED`; here also never
+    (layer by layer, at every token) and always.
+    """
+    rows, longest, turn, turns = (4, 30, 4, 1) if name == "check" else (64, 3000, 32, 3)
     rng = np.random.default_rng(0)
     contexts = [rng.integers(3, 100, int(n)).tolist() for n in rng.integers(longest // 3, longest, rows)]
-    model = model_of(name, context=longest + turn + 8)
+    limit = longest + turns * turn + 8
+    model = model_of(name, context=limit)
     told: list[int] = []
 
-    def turns(backend: LocalBackendName) -> None:
-        sampler = make_backend(
-            backend, model, stop_ids=[2], max_new_tokens=turn, temperature=1.0, context_limit=longest + turn + 1,
-            entropies=False,
-        )  # fmt: skip
+    def turns_of(sampler: Backend) -> None:
         session = sampler.open()
         places = [session.add(context) for context in contexts]
-        said = session.generate(places, [np.random.default_rng(i) for i in range(rows)])
-        told.append(sum(len(generation.ids) for generation in said))
+        for number in range(turns):
+            said = session.generate(places, [np.random.default_rng([number, i]) for i in range(rows)])
+            told.append(sum(len(generation.ids) for generation in said))
         session.drop(places)
 
-    names: tuple[LocalBackendName, ...] = ("hf", "transformers-continuous")
-    spent = in_turns({backend: partial(turns, backend) for backend in names}, repeats)
-    tokens = statistics.fmean(told)
-    lines = ["| shape | backend | rows | tokens a second, contexts read included | GiB |", "|---|---|---|---|---|"]
+    common: dict[str, Any] = {"stop_ids": [], "max_new_tokens": turn, "context_limit": limit}
+    ways: dict[str, Backend] = {
+        "hf": Generator(model, **common),
+        "hf, layer by layer": Generator(model, joined=0, **common),
+        "hf, side by side": Generator(model, joined=2**50, **common),
+        "transformers-continuous": ContinuousGenerator(model, **common),
+    }
+    spent = in_turns({way: partial(turns_of, sampler) for way, sampler in ways.items()}, repeats)
+    tokens = turns * statistics.fmean(told)
+    lines = ["| shape | backend | rows | turns | tokens a second, contexts read included | GiB |", "|---|" + "---|" * 5]
     return lines + [
-        f"| {name} | {backend} | {rows} | {tokens / spent[backend].seconds:,.0f} | {spent[backend].peak_gib:.1f} |"
-        for backend in names
+        f"| {name} | {way} | {rows} | {turns} of {turn} | {tokens / cost.seconds:,.0f} | {cost.peak_gib:.1f} |"
+        for way, cost in spent.items()
     ]
 
 

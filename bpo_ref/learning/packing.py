@@ -18,6 +18,7 @@ Left out: sliding windows, recurrent layers, positions that are not given as ``p
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -43,6 +44,9 @@ ATTENTION = "bpo_tree"
 """Name of the attention function: SDPA, and packed rows where the mask says so."""
 BLOCK = 128
 """Tokens of a block of FlexAttention."""
+VARIANTS = 64
+"""Compiled forms of FlexAttention that a process may have: with and without gradients, autocast, parts, each length at
+first. From PyTorch's limit on, which is 8, it would hold the scores of all pairs of tokens."""
 
 
 class Unpackable(ConfigError):
@@ -299,6 +303,9 @@ def enable(model: CausalLM) -> None:
     layers = {type(layer).__name__ for layer in DynamicCache(config=model.config).layers}
     if layers != {DynamicLayer.__name__}:
         raise Unpackable(f"pack: tree needs full attention in every layer, found {sorted(layers)}; set pack=flat")
+    if torch.cuda.is_available():
+        dynamo: Any = importlib.import_module("torch._dynamo.config")
+        dynamo.recompile_limit = max(dynamo.recompile_limit, VARIANTS)
     before = model.config._attn_implementation
     try:
         model.set_attn_implementation(ATTENTION)

