@@ -284,7 +284,7 @@ def bench_run(name: str, repeats: int) -> list[str]:
     The policy is random, so every turn takes all its tokens and every episode all its turns. Memory is compared with
     what `gpu_memory` computes for these settings.
     """
-    sizes = {"prompts": 8, "max_turns": 8, "max_new_tokens": 64, "context": 2048, "micro_tokens": 16384}
+    sizes = {"prompts": 8, "max_turns": 4, "max_new_tokens": 48, "context": 1536, "micro_tokens": 16384}
     if name == "check":
         sizes = {"prompts": 2, "max_turns": 2, "max_new_tokens": 4, "context": 1024, "micro_tokens": 2048}
     large = ALL_SHAPES[name].parameters > LARGE
