@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # 10 seconds instead of 20.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-reference setup-metrics train test test-all test-failed test-vllm test-gpu test-adapters test-openenv test-inspect test-harbor test-verl lint docs bench clean
+.PHONY: setup setup-reference setup-metrics train test test-all test-failed test-vllm test-gpu test-vllm-gpu test-adapters test-openenv test-inspect test-harbor test-verl lint docs bench clean
 
 setup: $(STAMP)
 
@@ -81,6 +81,11 @@ $(VLLM)/.installed: tests/name_vllm.py
 GPU_PYTHON := $(PYTHON)
 test-gpu:
 	PYTHONPATH=$(CURDIR):$$PYTHONPATH SANDBOXGYM_REQUIRE=gpu $(GPU_PYTHON) -m pytest --timeout 600 -s tests/bpo_ref/test_gpu.py $(ARGS)
+
+# A server of SANDBOXGYM_VLLM's Python on the same GPU.
+test-vllm-gpu:
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH SANDBOXGYM_REQUIRE=gpu,vllm \
+		$(GPU_PYTHON) -m pytest --timeout 600 -s tests/bpo_ref/test_vllm_gpu.py $(ARGS)
 
 # Tests against the packages of other projects, each in an environment of its own, for their requirements exclude each other.
 # OPENENV=DIR and so on name environments elsewhere, ARGS is given to pytest.
