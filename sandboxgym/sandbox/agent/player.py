@@ -24,7 +24,7 @@ _COMMANDS = (
     "rm -f blob; ls",
     "mkdir -p deep/er && touch deep/er/file && find deep | sort",
     "rm -rf deep; ls",
-    "cd /tmp && pwd",
+    "mkdir -p inner && cd inner && pwd",  # not /tmp, where a backend that isolates nothing meets other programs
     "export COUNT=$((${COUNT:-0} + 1)); echo $COUNT",
     "list+=(item); echo ${#list[@]}",
     "greet() { echo hello $1; }; greet you",
