@@ -38,6 +38,7 @@ def settle_cpu(threads: int) -> None:
         threads: threads of PyTorch; 0: its choice.
     """
     if torch.cuda.is_available():
+        torch.set_num_threads(torch.get_num_threads())  # its compiler stopped where this changed by itself
         return
     if threads:
         torch.set_num_threads(threads)

@@ -28,7 +28,7 @@ from bpo_ref.learning import packing
 from bpo_ref.sampling.generate import CausalLM, ContextOverflow, Generation, StaleSession, score, weights_version
 
 KNOWN = inspect.signature(ContinuousBatchingConfig).parameters
-"""What transformers' configuration takes; it changes from version to version."""
+"""Options of transformers' configuration, which change from version to version."""
 
 
 class GenerationFailed(RuntimeError):

@@ -221,9 +221,9 @@ def waits(policy: CausalLM, *, rows: int, tokens: int) -> int:
     return sum("synchroniz" in str(warning.message) for warning in found)
 
 
-def test_sampling_waits_as_often_as_on_the_simulated_device(model: Path) -> None:
-    """Once for the tokens with all their data, and once in transformers, which looks for padding."""
+def test_sampling_waits_a_few_times_for_each_token(model: Path) -> None:
+    """On the simulated device, which counts reads, twice; six times on an H200, by PyTorch's own count."""
     policy = load_policy(model)[0].to(GPU)
     waits(policy, rows=2, tokens=4)  # libraries are loaded
     few, many = waits(policy, rows=2, tokens=4), waits(policy, rows=7, tokens=9)
-    assert 0 < many - few <= 2 * 5, (few, many)
+    assert 0 < many - few <= 6 * 5, (few, many)
