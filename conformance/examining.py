@@ -11,6 +11,8 @@ import gc
 import hashlib
 import json
 import multiprocessing
+import multiprocessing.forkserver
+import multiprocessing.pool
 import os
 import sys
 import tempfile
@@ -38,6 +40,8 @@ PREREQUISITES = frozenset(id for check in CHECKS for id in check.after)
 suite_digest()  # once: every process of a run is a fork of one that has imported this
 gc.collect()  # checks collect garbage dozens of times a run: modules, which stay, need not be looked through each time
 gc.freeze()
+IMPORTED_IN = os.getpid()
+"""Process that imported this: for the processes of a run, their server."""
 NAMED = ("named",)
 """Stands in place of ids of checks for those of the mutant's ``killed_by``, see `hunt`."""
 SEEDS_BUDGET = replace(
@@ -163,13 +167,44 @@ def in_own_process(
         processes: at once.
         known: results that are not found out again, by `_key` of their job.
     """
+    with pool(processes) as started:
+        yield from started.imap_unordered(
+            _examine_rest, [(job, known[_key(job)] if known and _key(job) in known else {}) for job in jobs]
+        )
+
+
+def pool(processes: int) -> multiprocessing.pool.Pool:
+    """Processes for one task each, all forks of a server that has imported this module."""
     os.environ.setdefault("PYTHONSAFEPATH", "1")  # or the server would import from the working directory first
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["examining"])
-    with context.Pool(processes, maxtasksperchild=1) as pool:
-        yield from pool.imap_unordered(
-            _examine_rest, [(job, known[_key(job)] if known and _key(job) in known else {}) for job in jobs]
-        )
+    given = os.environ.get("PYTHONPATH")
+    with _found_by_new_interpreters():
+        multiprocessing.forkserver.ensure_running()
+    return context.Pool(processes, maxtasksperchild=1, initializer=_set_path, initargs=(given,))
+
+
+@contextlib.contextmanager
+def _found_by_new_interpreters() -> Iterator[None]:
+    """Context in which new interpreters find the modules of this folder.
+
+    Before Python 3.12.8 and 3.13.1 the server has no `sys.path` yet while it imports what its forks are to have, and it
+    passes over what it does not find (python/cpython#117378): each process would spend half a second importing.
+    """
+    given = os.environ.get("PYTHONPATH")
+    _set_path(os.pathsep.join([str(HERE), str(HERE.parent), *([given] if given else [])]))
+    try:
+        yield
+    finally:
+        _set_path(given)
+
+
+def _set_path(value: str | None) -> None:
+    """Set PYTHONPATH of this process, or unset it."""
+    if value is None:
+        os.environ.pop("PYTHONPATH", None)
+    else:
+        os.environ["PYTHONPATH"] = value
 
 
 @contextlib.contextmanager

@@ -99,6 +99,11 @@ def test_every_family_of_checks_has_a_mutant() -> None:
     assert set(killmatrix.families()) - named <= {"probes", "machine"}
 
 
+def test_processes_of_a_run_have_imported_the_suite_before_they_start() -> None:
+    with examining.pool(1) as pool:
+        assert pool.apply(eval, ("__import__('examining').IMPORTED_IN",)) == pool.apply(os.getppid)
+
+
 def test_an_interrupted_command_is_resumed(tmp_path: Path) -> None:
     journal = tmp_path / "journal"
     jobs: list[examining.Job] = [("corridor", "quick", seed, ["api.protocol"]) for seed in range(2)]
