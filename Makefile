@@ -9,7 +9,7 @@ export TOKENIZERS_PARALLELISM ?= false
 # 10 seconds instead of 20.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-reference setup-metrics train test test-all test-failed test-vllm test-gpu test-vllm-gpu test-adapters test-openenv test-inspect test-harbor test-verl lint docs bench clean
+.PHONY: setup setup-reference setup-metrics train test test-all test-failed test-vllm test-gpu test-vllm-gpu test-adapters test-openenv test-inspect test-harbor test-verl test-skyrl test-e2b lint docs bench clean
 
 setup: $(STAMP)
 
@@ -94,7 +94,10 @@ INSPECT := .venv-inspect
 VERIFIERS := .venv-verifiers
 HARBOR := .venv-harbor
 VERL := .venv-verl
-test-adapters: test-openenv test-inspect test-harbor test-verl
+SKYRL := .venv-skyrl
+E2B := .venv-e2b
+E2B_OLDEST := 2.60.0
+test-adapters: test-openenv test-inspect test-harbor test-verl test-skyrl test-e2b
 
 test-openenv: setup $(OPENENV)/.installed $(VERIFIERS)/.installed
 	SANDBOXGYM_OPENENV=$(abspath $(OPENENV))/bin/python SANDBOXGYM_VERIFIERS=$(abspath $(VERIFIERS))/bin/python \
@@ -109,6 +112,14 @@ test-harbor: $(HARBOR)/.installed
 
 test-verl: setup $(VERL)/.installed
 	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=verl $(VERL)/bin/python -m pytest -n 0 --timeout 900 tests/bpo_ref/test_verl.py $(ARGS)
+
+test-skyrl: setup $(SKYRL)/.installed
+	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=skyrl $(SKYRL)/bin/python -m pytest -n 0 --timeout 900 tests/bpo_ref/test_skyrl.py $(ARGS)
+
+# With the oldest of E2B's Python libraries that the extra allows, and the JavaScript library; `make test-all` has the newest.
+test-e2b: setup $(E2B)/.installed
+	PYTHONPATH=$(abspath $(E2B))/python:$(CURDIR) SANDBOXGYM_E2B=$(E2B_OLDEST) SANDBOXGYM_E2B_JS=$(abspath $(E2B)) \
+		SANDBOXGYM_REQUIRE=e2b,e2b-js $(BIN)/python -m pytest -n 0 --timeout 900 tests/e2b_service $(ARGS)
 
 $(OPENENV)/.installed:
 	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
@@ -143,6 +154,22 @@ $(VERL)/.installed: | $(STAMP)
 	$(VERL)/bin/python -m pip install --quiet verl==0.9.1 TransferQueue==0.1.11 cachetools
 	touch $@
 
+# SkyRL without its requirements, which are 5 GB and of other versions: only what its trainer and generators import is
+# added to the packages of .venv.
+$(SKYRL)/.installed: | $(STAMP)
+	test -x $(SKYRL)/bin/python || $(BIN)/python -m venv $(SKYRL)
+	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
+		"$$($(SKYRL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
+	$(SKYRL)/bin/python -m pip install --quiet --no-deps skyrl==0.3.0 skyrl-gym==0.4.0 jaxtyping==0.3.11 loguru==0.7.3 \
+		omegaconf==2.4.0 torchdata==0.11.0
+	touch $@
+
+$(E2B)/.installed: | $(STAMP)
+	command -v npm >/dev/null || { echo "E2B's JavaScript library needs node and npm: none was found" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(E2B)/python e2b==$(E2B_OLDEST)
+	npm install --silent --no-audit --no-fund --prefix $(E2B) e2b@2.51.0
+	touch $@
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -156,4 +183,4 @@ bench: setup
 	$(BIN)/python -m sandboxgym.bench table --json runs/bench/table.json --write docs/performance.md $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(METRICS) $(VLLM) $(OPENENV) $(INSPECT) $(VERIFIERS) $(HARBOR) $(VERL) build dist site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(METRICS) $(VLLM) $(OPENENV) $(INSPECT) $(VERIFIERS) $(HARBOR) $(VERL) $(SKYRL) $(E2B) build dist site .pytest_cache .mypy_cache .ruff_cache

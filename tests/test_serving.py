@@ -175,6 +175,26 @@ def test_what_is_refused_is_logged_once(caplog: pytest.LogCaptureFixture, monkey
     ]
 
 
+@pytest.mark.parametrize("how", [socket.SHUT_WR, socket.SHUT_RDWR])
+def test_a_client_that_leaves_in_the_middle_of_a_request_is_a_line_in_the_log(
+    how: int,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(refusals, "_REFUSALS", refusals.Refusals())
+    with served(App()) as port:
+        with client(port, POST % b"here" + b"x" * 7) as connection:
+            connection.shutdown(how)
+            with contextlib.suppress(ConnectionError):
+                assert connection.recv(1) == b""
+        assert asked(port, POST % b"here" + b"x" * 10) == (200, b"10")
+    assert [record.getMessage() for record in caplog.records] == [
+        "refused 127.0.0.1: cut off: 'it left after 7 bytes of a request'"
+    ]
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_a_client_that_reads_nothing_is_cut_off() -> None:
     app = App()
     with served(app, answer=0.2) as port, client(port, b"GET /much HTTP/1.1\r\nHost: a\r\n\r\n"):

@@ -424,7 +424,6 @@ def _whole(app: Any, refusal: Callable[[int, str], bytes]) -> Any:
         while more:
             messages.append(message := await receive())
             if message["type"] == "http.disconnect":
-                tell(scope["client"], "cut off", f"it left after {size:,} bytes of a request")
                 return
             size += len(message.get("body", b""))
             if size > LARGEST_REQUEST:

@@ -221,9 +221,10 @@ def estimate(
 
     Args:
         token_level_rewards: [rows, tokens]; the credit is made of them already, so they only tell rows apart.
-        response_mask: [rows, tokens], 1 for the tokens of a response; SkyRL aligns responses on the right.
+        response_mask: [rows, tokens], 1 for the tokens of a response, which SkyRL aligns on the right; in step-wise
+            training SkyRL passes ones everywhere, and applies the mask itself to what comes back.
         index: uid of each row's prompt; rows of one prompt are in the order in which they were generated. SkyRL hands
-            over no name of a row: two that were swapped are noticed where length or reward differ.
+            over no name of a row: two that were swapped are noticed where rewards differ, or lengths, if masks tell.
         config: SkyRL's ``trainer.algorithm``.
 
     Raises:
@@ -236,6 +237,7 @@ def estimate(
         raise ValueError("use_kl_in_reward: expected False, for credit is assigned before; use use_kl_loss")
     advantages = torch.zeros(response_mask.shape, dtype=torch.float32)
     met: Counter[str] = Counter()
+    whole = bool(response_mask.all())  # says nothing about lengths
     for i, uid in enumerate(map(str, index)):
         known = _rows_of(uid)
         if known is None and uid.removeprefix("pad").isdigit() and uid.startswith("pad"):
@@ -244,7 +246,8 @@ def estimate(
             raise ValueError(f"expected the rows of a TreeGenerator's last batch, found row {i} of prompt {uid!r}")
         values, reward = known[met[uid]]
         length, total = int(response_mask[i].sum()), float(token_level_rewards[i].sum())
-        if length != len(values) or not math.isclose(total, reward, rel_tol=1e-4, abs_tol=1e-6):
+        same_length = length >= len(values) if whole else length == len(values)
+        if not same_length or not math.isclose(total, reward, rel_tol=1e-4, abs_tol=1e-6):
             raise ValueError(
                 f"expected the rows of prompt {uid!r} in the order in which they were generated: as row {met[uid]} one "
                 f"of {len(values)} tokens with reward {reward:g}, found one of {length} with {total:g} (row {i})"
@@ -252,8 +255,8 @@ def estimate(
         met[uid] += 1
         advantages[i, advantages.shape[1] - len(values) :] = torch.tensor(values)
     for uid, count in met.items():
-        if count < (whole := len(_rows_of(uid) or ())):
-            raise ValueError(f"expected all {whole} rows of prompt {uid!r}, found {count}")
+        if count < (expected := len(_rows_of(uid) or ())):
+            raise ValueError(f"expected all {expected} rows of prompt {uid!r}, found {count}")
     for batch in _credited:
         for uid in met:
             batch.pop(uid, None)

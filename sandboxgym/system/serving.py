@@ -7,7 +7,8 @@
    that takes some is not, however slow it is.
 3. Beyond `Patience.connections`, a new one is answered by status 503 and closed.
 4. What is said with these statuses is in the form of the protocol that is served (`Refusal`).
-5. Requests that are refused, by status 400 or higher, are logged: `refusals.Refusals` says how often.
+5. Requests that are refused, by status 400 or higher, are logged, and those whose client left before the end of the
+   body: `refusals.Refusals` says how often.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def telling(app: Any) -> Any:
 
 
 class _TimedBodies:
-    """Middleware that ends requests whose body does not come."""
+    """Middleware that ends requests whose body does not come: its client is slow, or has gone or half closed."""
 
     def __init__(self, app: Any, refusal: Refusal, patience: Patience, open_ended: frozenset[str]) -> None:
         self._app, self._refusal, self._patience, self._open_ended = app, refusal, patience, open_ended
@@ -136,10 +137,10 @@ class _TimedBodies:
             await self._app(scope, receive, send)
             return
         clock = asyncio.get_running_loop().time
-        left, more, late, begun = self._patience.body, True, False, False
+        left, more, late, gone, begun, taken = self._patience.body, True, False, False, False, 0
 
         async def timed_receive() -> Any:
-            nonlocal left, more, late
+            nonlocal left, more, late, gone, taken
             if not more:
                 return await receive()
             before = clock()
@@ -149,20 +150,25 @@ class _TimedBodies:
             except TimeoutError:
                 late, more = True, False
                 return {"type": "http.disconnect"}  # which every application knows how to deal with
+            if message["type"] == "http.disconnect":
+                gone, more = True, False
+                tell(scope["client"], "cut off", f"it left after {taken:,} bytes of a request")
+                return message
+            taken += len(message.get("body", b""))
             left += len(message.get("body", b"")) / self._patience.rate - (clock() - before)
             more = message.get("more_body", False)
             return message
 
         async def timed_send(message: Any) -> None:
             nonlocal begun
-            if begun or not late:
+            if begun or not (late or gone):
                 begun = True
                 await send(message)
 
         try:
             await self._app(scope, timed_receive, timed_send)
         except Exception:  # frameworks raise types of their own on the disconnect that they were told of
-            if not late or begun:
+            if not (late or gone) or begun:
                 raise
         if late and not begun:
             said = f"the body of the request did not come within {self._patience.body:g} seconds"

@@ -140,6 +140,25 @@ def test_skyrl_gets_our_advantages_token_by_token_once(player: Players, rows: li
         estimate(rewards, ones, uids(output), **options)
 
 
+def test_in_step_wise_training_skyrls_masks_of_ones_hide_the_lengths_only(
+    player: Players, rows: list[TokenRow]
+) -> None:
+    output = asyncio.run(generator(player, Client(player.model)).generate(batch()))
+    rewards, names = aligned(output["rewards"]), uids(output)
+    assert len({len(row.mask) for row in rows}) > 1
+    totals = rewards.sum(1)
+    swapped = list(range(len(names)))
+    one, other = next((i, j) for i in swapped for j in swapped if names[i] == names[j] and totals[i] != totals[j])
+    swapped[one], swapped[other] = other, one
+    with pytest.raises(ValueError, match=f"prompt '{names[one]}' in the order in which they were generated"):
+        estimate(rewards[swapped], torch.ones_like(rewards), names)
+    short = min(len(row.mask) for row in rows) - 1
+    with pytest.raises(ValueError, match=rf"found one of {short} with"):
+        estimate(rewards[:, -short:], torch.ones_like(rewards)[:, -short:], names)
+    advantages, _ = estimate(rewards, torch.ones_like(rewards), names)
+    assert torch.equal(advantages, aligned([row.advantages for row in rows]))
+
+
 def test_prompts_that_skyrl_filters_out_are_forgotten_in_time(player: Players, rows: list[TokenRow]) -> None:
     made = generator(player, Client(player.model))
     for first in (0, 3, 0):  # the first batch is filtered out, and one of its prompts comes again
@@ -219,25 +238,78 @@ def test_batches_without_tasks_or_ids_are_refused(player: Players) -> None:
 @pytest.fixture
 def real(monkeypatch: pytest.MonkeyPatch) -> Any:
     """SkyRL's trainer and estimators; its registry, without a Ray cluster, is of this process."""
-    for name in ("skyrl", "ray", "tensordict", "loguru", "hydra"):
-        if importlib.util.find_spec(name) is None:
-            missing("skyrl", f"{name} is not installed")
+    if importlib.util.find_spec("skyrl") is None:
+        missing("skyrl", "skyrl is not installed")
     if sys.version_info < (3, 12):  # pydantic refuses the TypedDicts of SkyRL's types otherwise
         import typing_extensions
 
         monkeypatch.setattr(typing, "TypedDict", typing_extensions.TypedDict)
     from skyrl.backends.skyrl_train.utils import ppo_utils
-    from skyrl.train import trainer
+    from skyrl.train import evaluate, trainer
+    from skyrl.train.generators import base, utils
 
     adapter.register()
     adapter.register()
-    return SimpleNamespace(ppo=ppo_utils, trainer=trainer)
+    return SimpleNamespace(ppo=ppo_utils, trainer=trainer, evaluate=evaluate, base=base, utils=utils)
+
+
+def settings_of(real: Any) -> Any:
+    """The settings that docs/verl.md names, of SkyRL's own class."""
+    settings = real.trainer.SkyRLTrainConfig()
+    settings.generator.step_wise_trajectories = True
+    settings.generator.n_samples_per_prompt = 1
+    settings.trainer.train_batch_size = settings.trainer.policy_mini_batch_size = 3
+    settings.trainer.algorithm.advantage_estimator = adapter.ESTIMATOR
+    settings.trainer.algorithm.loss_reduction = "token_mean"
+    settings.trainer.algorithm.use_kl_in_reward = False
+    settings.trainer.critic.model.path = None
+    settings.trainer.dump_eval_results = False
+    return settings
+
+
+def prompts_of(tasks: Sequence[int]) -> list[dict[str, Any]]:
+    """Rows of SkyRL's data set."""
+    told = [{"role": "user", "content": "not shown"}]
+    return [{"prompt": told, "env_class": None, "env_extras": {"task": task}, "uid": f"p{task}"} for task in tasks]
 
 
 class Tokenizer:
     """All that SkyRL's trainer asks of a tokenizer here."""
 
     pad_token_id = 0
+
+
+def test_the_output_has_the_fields_of_skyrls_type(player: Players, real: Any) -> None:
+    params = {"temperature": 1.0, "max_tokens": 1024}
+    asked, _ = real.utils.prepare_generator_input(prompts_of([0, 1, 2]), 1, params, "none", "train", 3)
+    assert set(asked) <= set(batch())
+    made = generator(player, Client(player.model))
+    output = asyncio.run(made.generate(asked))
+    assert set(output) <= set(real.base.GeneratorOutput.__annotations__)
+    assert {type(one) for one in output["trajectory_ids"]} == {real.base.TrajectoryID}
+
+
+def test_skyrls_own_evaluation_counts_each_independent_rollout_once(
+    player: Players, real: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    totals: list[float] = []
+    inner = adapter.token_rows
+
+    def rewarded(trees: Sequence[Any], **options: Any) -> list[TokenRow]:
+        for i, path in enumerate(path for tree in trees for path in tree.paths):
+            path.edges[-1].reward = float(i)  # the tiny model wins nothing by itself
+            totals.append(path.total_reward)
+        return inner(trees, **options)
+
+    monkeypatch.setattr(adapter, "token_rows", rewarded)
+    settings = settings_of(real)
+    settings.generator.eval_n_samples_per_prompt = 3
+    made = generator(player, Client(player.model))
+    loader = [prompts_of([4, 2])]
+    metrics = asyncio.run(real.evaluate.evaluate_step_wise(loader, made, settings, 3, player.tokenizer))
+    assert totals == [0, 1, 2, 3, 4, 5]
+    assert metrics["eval/all/avg_score"] == 2.5
+    assert "eval/all/pass_at_3" in metrics
 
 
 @pytest.mark.parametrize("algo", ["bpo-forest", "rloo-pooled", "grpo"])
@@ -248,20 +320,14 @@ def test_skyrls_own_loss_with_our_advantages_has_our_gradient(
     from test_token_trees import mean_loss
 
     Ours = real.trainer.RayPPOTrainer
-    settings = real.trainer.SkyRLTrainConfig()
-    settings.generator.step_wise_trajectories = True
-    settings.generator.n_samples_per_prompt = 1
-    settings.trainer.train_batch_size = settings.trainer.policy_mini_batch_size = 3
-    settings.trainer.algorithm.advantage_estimator = adapter.ESTIMATOR
-    settings.trainer.algorithm.loss_reduction = "token_mean"
-    settings.trainer.algorithm.use_kl_in_reward = False
-    settings.trainer.critic.model.path = None
+    settings = settings_of(real)
     trainer = Ours.__new__(Ours)
     trainer.cfg, trainer.tokenizer, trainer.all_metrics = settings, Tokenizer(), {}
     trainer.generator = generator(player, Client(player.model), algo)
     trainer.dispatch = SimpleNamespace(get_lcm_dp_size=lambda: 5)  # makes SkyRL pad
 
-    asked = batch()
+    params = {"temperature": 1.0, "max_tokens": 1024, "logprobs": 1}
+    asked, _ = real.utils.prepare_generator_input(prompts_of([0, 1, 2]), 1, params, "none", "train", 3)
     output = asyncio.run(trainer.generate(asked))  # SkyRL's checks included
     names = uids(output)
     output, names = trainer.postprocess_generator_output(output, names)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
+import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -436,6 +440,22 @@ def test_verls_own_loss_with_our_advantages_has_our_gradient(
     assert sum(float(g.abs().sum()) for g in expected) > 1e-3
     for a, b in zip(found, expected, strict=True):
         assert torch.allclose(a, b, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algo", ["bpo-forest", "rloo-pooled", "grpo"])
+def test_an_update_by_verls_own_worker_moves_the_weights_by_our_gradient(algo: str) -> None:
+    """Its `TrainingWorker` with its FSDP2 engine on the CPU, four rows per micro-batch, padding included."""
+    real()
+    tests = Path(__file__).parents[1]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, (tests.parent, tests, tests / "bpo_ref")))}
+    command = [sys.executable, str(Path(__file__).with_name("verl_update.py")), algo]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["largest"] > 1e-3
+    assert told["difference"] < 1e-5
+    assert {"actor/pg_loss", "grad_norm", "lr"} <= set(told["metrics"])
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,8 @@ def e2b() -> Any:
         import uvicorn  # noqa: F401
     except ImportError as error:
         missing("e2b", f"a package of the extra e2b is not installed: {error}")
+    found, wanted = version("e2b"), os.environ.get("SANDBOXGYM_E2B")
+    assert wanted in (None, found), f"SANDBOXGYM_E2B wants version {wanted}, found {found}"
     return library
 
 
