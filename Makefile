@@ -154,14 +154,13 @@ $(VERL)/.installed: | $(STAMP)
 	$(VERL)/bin/python -m pip install --quiet verl==0.9.1 TransferQueue==0.1.11 cachetools
 	touch $@
 
-# SkyRL without its requirements, which are 5 GB and of other versions: only what its trainer and generators import is
-# added to the packages of .venv.
+# SkyRL without the requirements of its workers and engines, which are for GPUs, 5 GB: what its trainer and generators
+# import, beside the packages of .venv.
 $(SKYRL)/.installed: | $(STAMP)
 	test -x $(SKYRL)/bin/python || $(BIN)/python -m venv $(SKYRL)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(SKYRL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	$(SKYRL)/bin/python -m pip install --quiet --no-deps skyrl==0.3.0 skyrl-gym==0.4.0 jaxtyping==0.3.11 loguru==0.7.3 \
-		omegaconf==2.4.0 torchdata==0.11.0
+	$(SKYRL)/bin/python -m pip install --quiet skyrl==0.3.0 skyrl-gym==0.4.0 hydra-core==1.3.2 jaxtyping loguru torchdata
 	touch $@
 
 $(E2B)/.installed: | $(STAMP)

@@ -18,7 +18,7 @@ from components import missing
 from sandboxgym.adapters.harbor import SandboxEnvironment, unpack
 
 sys.path.insert(0, str(Path(__file__).parent / "envs" / "harbor"))
-from task_folders import write_task
+from task_folders import TOML, write_task
 
 
 def test_without_harbor_it_says_what_to_install() -> None:
@@ -48,6 +48,60 @@ def test_what_leads_out_of_a_download_is_left_out(tmp_path: Path) -> None:
     assert sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")) == [
         *("down", "down/file", "down/up", "down/up/through"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "gone"),
+    [
+        (("timeout_sec = 20.0", "timeout_sec = 'soon'"), ""),
+        (('memory = "512M"', 'memory = "much"'), ""),
+        (('storage = "1G"', "docker_image = 7"), ""),
+        (("[agent]", "[agent"), ""),
+        (("[metadata]", "metadata = 3\n[other]"), ""),
+        (("", ""), "instruction.md"),
+        (("", ""), "tests/test.sh"),
+        (("", ""), "task.toml"),
+    ],
+)
+def test_malformed_tasks_that_harbor_refuses_are_refused_here(
+    tmp_path: Path, change: tuple[str, str], gone: str
+) -> None:
+    if importlib.util.find_spec("harbor") is None:
+        missing("harbor", "harbor is not installed (it needs Python 3.12)")
+    from harbor.models.task.task import Task
+
+    from sandboxgym.envs.harbor.tasks import TaskError, open_tasks
+
+    folder = write_task(tmp_path / "good")
+    assert Task(folder) is not None and len(open_tasks(folder)) == 1
+    folder = write_task(tmp_path / "bad", toml=TOML.replace(*change, 1))
+    if gone:
+        (folder / gone).unlink()
+    with pytest.raises((ValueError, FileNotFoundError)):  # TOMLDecodeError and ValidationError are of the first kind
+        Task(folder)
+    with pytest.raises(TaskError):
+        open_tasks(folder)
+
+
+def test_a_trial_that_cannot_start_is_an_error_in_words_and_leaves_nothing(trial: Any, tmp_path: Path) -> None:
+    toml = trial.environment_dir.parent / "task.toml"
+    toml.write_text(toml.read_text().replace('storage = "1G"', "workdir = 'app'"))
+
+    async def play() -> None:
+        from sandboxgym.envs.harbor.tasks import TaskError
+
+        with pytest.raises(
+            TaskError, match=r"task\.toml: \[environment\] workdir: expected an absolute path, found 'app'"
+        ):
+            await trial.start(force_build=False)
+        for call in (trial.exec("true"), trial.download_dir("/logs", tmp_path / "logs")):  # Harbor does the latter
+            with pytest.raises(RuntimeError, match="not started") as failed:
+                await call
+            assert failed.value.__context__ is None
+        await trial.stop(delete=True)
+
+    asyncio.run(play())
+    assert trial._sandbox is None
 
 
 @pytest.fixture

@@ -195,6 +195,22 @@ def test_a_client_that_leaves_in_the_middle_of_a_request_is_a_line_in_the_log(
     assert "Traceback" not in capfd.readouterr().err
 
 
+def test_requests_that_are_under_way_when_a_server_ends_are_no_errors(capfd: pytest.CaptureFixture[str]) -> None:
+    async def endless(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await App()(scope, receive, send)
+            return
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        await asyncio.Event().wait()
+
+    with contextlib.ExitStack() as stack:
+        with served(endless) as port:
+            connection = stack.enter_context(client(port, b"GET /here HTTP/1.1\r\nHost: a\r\n\r\n"))
+            assert connection.recv(12) == b"HTTP/1.1 200"
+        assert "Traceback" not in (said := capfd.readouterr().err), said
+
+
 def test_a_client_that_reads_nothing_is_cut_off() -> None:
     app = App()
     with served(app, answer=0.2) as port, client(port, b"GET /much HTTP/1.1\r\nHost: a\r\n\r\n"):

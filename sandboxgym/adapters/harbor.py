@@ -175,13 +175,14 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
         stop = Stop()
 
         def fetch() -> bytes:
+            sandbox = self._live  # none, where the start failed
             try:
-                packed = self._live.run(f"tar -C {shlex.quote(source_dir)} -cf {name} .", cwd="/", stop=stop)
+                packed = sandbox.run(f"tar -C {shlex.quote(source_dir)} -cf {name} .", cwd="/", stop=stop)
                 if packed.exit_code:
                     raise RuntimeError(f"{source_dir} cannot be read: {packed.output}")
-                return self._live.read_file(name, limit=_LARGEST)
+                return sandbox.read_file(name, limit=_LARGEST)
             finally:  # also of what was too large
-                self._live.run(f"rm -f {name}", cwd="/")
+                sandbox.run(f"rm -f {name}", cwd="/")
 
         unpack(await self._in_thread(fetch, stop), Path(target_dir))
 

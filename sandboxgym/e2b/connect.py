@@ -101,6 +101,8 @@ async def serve(request: Request, method: Method) -> Response:
     binary = codec == "proto"
     header = "connect-content-encoding" if streams else "content-encoding"
     try:
+        if (spoken := request.headers.get("connect-protocol-version", "1")) != "1":
+            raise Failure("invalid_argument", f"expected version 1 of the protocol, found {brief(spoken, 40)}")
         if request.headers.get(header, "identity") != "identity":
             raise Failure("unimplemented", f"expected no compression, found {brief(request.headers[header], 40)}")
         seconds = _seconds(request)

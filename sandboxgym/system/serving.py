@@ -91,7 +91,10 @@ def serve(app: Any, listening: socket.socket, **options: Any) -> None:
 
 
 class _Logger:
-    """Logger of a connection: uvicorn's, but that warnings, which a client's garbage brings about, are refusals."""
+    """Logger of a connection: uvicorn's, but that warnings, which a client's garbage brings about, are refusals.
+
+    That the end of the server cancels a request which is under way is no error of it.
+    """
 
     def __init__(self, logger: Any, client: Any) -> None:
         self._logger, self._client = logger, client
@@ -101,6 +104,10 @@ class _Logger:
 
     def warning(self, message: str) -> None:
         tell(self._client, message, message)
+
+    def error(self, message: str, *given: Any, exc_info: Any = None) -> None:
+        if not isinstance(exc_info, asyncio.CancelledError):
+            self._logger.error(message, *given, exc_info=exc_info)
 
 
 def telling(app: Any) -> Any:

@@ -142,6 +142,20 @@ def test_malformed_streams_are_refused_at_their_end(box: Any) -> None:
     assert box.commands.list() == []
 
 
+def test_clients_of_another_version_are_refused_in_the_form_of_connect(e2b: Any, box: Any) -> None:
+    run = _envelope({"process": {"cmd": "/bin/sh", "args": ["-c", "sleep 1000"]}})
+    for version in ("2", "", "x" * 1000):
+        head = {"Connect-Protocol-Version": version}
+        ended = end_of(envd(box, "/process.Process/Start", run, "application/connect+json", **head))["error"]
+        refused = envd(box, "/filesystem.Filesystem/Stat", b'{"path": "/"}', **head)
+        assert refused.status_code == 400 and len(refused.content) < 1000
+        for error in (ended, refused.json()):
+            assert error["code"] == "invalid_argument" and "expected version 1 of the protocol" in error["message"]
+    assert box.commands.list() == []
+    spoken = {"Connect-Protocol-Version": "1"}
+    assert envd(box, "/filesystem.Filesystem/Stat", b'{"path": "/"}', **spoken).status_code == 200
+
+
 def _envelope(message: Any) -> bytes:
     data = json.dumps(message).encode()
     return struct.pack(">BI", 0, len(data)) + data
