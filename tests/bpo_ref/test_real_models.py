@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import gymnasium as gym
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ import wordgame
 import yaml
 from checkpoints import FAMILIES, small_checkpoint, tokenizer_of
 from components import missing
+from test_failures import children
 from test_train import (
     ENVIRONMENT,
     TRAIN,
@@ -447,11 +449,15 @@ def config_file(folder: Path, model: Path, **options: Any) -> Path:
 
 
 def launch_sharded(
-    script: Path, out: Path, config: Path, *more: str, file: Path = FSDP2
+    script: Path, out: Path, config: Path, *more: str, file: Path = FSDP2, forks: bool = True
 ) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
+    """Run a script in two processes by a file of accelerate's: by forks (`forked`), or as the command line does."""
+    command = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(file)]
     command += ["--num_processes", "2", "--main_process_port", "0", str(script), "--config", str(config)]
     command += ["--out", str(out), *more]
+    if forks:
+        return forked.run(command, ENVIRONMENT)
+    command.insert(0, sys.executable)
     return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800, check=False)
 
 
@@ -560,8 +566,14 @@ def test_two_killed_processes_go_on_bitwise(folders: dict[str, Path], tmp_path: 
     deadline = time.monotonic() + 900
     while not (out / "checkpoint").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    os.killpg(process.pid, signal.SIGKILL)
+    ranks = children(process.pid)  # in sessions of their own
+    assert len(ranks) == 2
+    for pid in (process.pid, *ranks):
+        os.kill(pid, signal.SIGKILL)
     process.wait(timeout=120)
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.02)
     assert not (out / "results.json").exists()
     launch(TRAIN, out, 2, config, "--resume", "True")
     assert metrics(out) == metrics(tmp_path / "whole")

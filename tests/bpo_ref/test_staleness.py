@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -19,6 +17,7 @@ from fake_engine import FakeServer, Fault
 from served_runs import SMALL, pretrained, same, server_of, trainer_of, weights_of
 from tabular import MDP, Comparison, compare
 from tabular_loop import LR, LoopTrainer
+from test_train import ENVIRONMENT, launch
 
 from bpo_ref import train
 from bpo_ref.args import Args, resolved
@@ -298,14 +297,7 @@ def test_a_run_that_was_killed_continues_exactly(folder: Path, tmp_path: Path, s
         whole.run()
         args = {**SMALL, **STALE, **options, "model": str(folder), "out": str(tmp_path / "parts")}
         args |= {"server": [server.url for server in servers], "backend": "vllm" if served else "hf"}
-        path = os.pathsep.join([str(Path(__file__).parent), str(TRAIN.parents[1])])
-        killed = subprocess.run(
-            [sys.executable, "-P", str(KILLED), json.dumps(args), "2"],
-            env={**os.environ, "PYTHONPATH": path},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        killed = forked.run([str(KILLED), json.dumps(args), "2"], ENVIRONMENT, timeout=300)
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         rest = stale_trainer(folder, tmp_path / "parts", *servers, **options, resume=True)
         assert rest.session.step == 2
@@ -409,10 +401,6 @@ def test_rows_too_long_for_sharded_weights_are_refused_with_both_numbers(
 @pytest.mark.slow
 @pytest.mark.parametrize("served", [False, True], ids=["here", "served"])
 def test_two_processes_learn_as_one(folder: Path, tmp_path: Path, served: bool) -> None:
-    import json
-
-    from test_train import launch
-
     found: dict[int, Any] = {}
     for processes in (1, 2):
         with server_of(folder) as server:

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import forked
 import numpy as np
 import pytest
 import several
@@ -543,17 +544,16 @@ def test_a_killed_process_resumes_bitwise(finished: Path, tmp_path: Path, number
 
 
 def launcher(script: Path, processes: int) -> list[str]:
-    """Starts a script in real processes: on a CPU only ``--multi_gpu`` makes accelerate start several."""
+    """Starts a script in several processes: on a CPU only ``--multi_gpu`` makes accelerate do so."""
     options = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
     options += ["--dynamo_backend", "no", "--main_process_port", "0", *(["--multi_gpu"] if processes > 1 else [])]
     return [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *options, str(script)]
 
 
 def launch(script: Path, out: Path, processes: int, config: Path, *more: str) -> None:
-    """Run a script in real processes; one needs no launcher."""
-    start = launcher(script, processes) if processes > 1 else [sys.executable, str(script)]
-    command = [*start, "--config", str(config), "--out", str(out), *more]
-    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=1800, check=False)
+    """Run a script in processes of its own; one needs no launcher."""
+    start = launcher(script, processes)[1:] if processes > 1 else [str(script)]
+    done = forked.run([*start, "--config", str(config), "--out", str(out), *more], ENVIRONMENT)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
