@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tarfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +120,22 @@ def alfworld_games(parity_data: Path, tmp_path_factory: pytest.TempPathFactory) 
     import shutil
 
     shutil.rmtree(target, ignore_errors=True)  # 350 MB; pytest would keep three of them
+
+
+TypeCheck = Callable[[Path], subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session")
+def type_check(tmp_path_factory: pytest.TempPathFactory) -> TypeCheck:
+    """Check the types of a file or folder strictly. One cache: mypy reads NumPy and Gymnasium for 13 seconds."""
+    cache = tmp_path_factory.mktemp("mypy")
+
+    def check(path: Path) -> subprocess.CompletedProcess[str]:
+        options = ["--strict", "--config-file", "", "--cache-dir", str(cache), "--follow-imports", "silent"]
+        command = [sys.executable, "-m", "mypy", *options, str(path)]
+        return subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+
+    return check
 
 
 @pytest.fixture(scope="session")

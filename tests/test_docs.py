@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from components import missing
@@ -175,19 +176,14 @@ def test_what_a_page_links_to_is_in_the_repository(page: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_readme_passes_a_type_checker(tmp_path: Path) -> None:
+@pytest.mark.xdist_group("type checker")
+def test_the_readme_passes_a_type_checker(tmp_path: Path, type_check: Any) -> None:
     program = tmp_path / "readme.py"
     program.write_text("".join(BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))), encoding="utf-8")
-    command = [sys.executable, "-m", "mypy", "--strict", "--config-file", "", "--cache-dir", str(tmp_path / "cache")]
-    result = subprocess.run(
-        [*command, "--follow-imports", "silent", str(program)], cwd=ROOT, capture_output=True, text=True
-    )
+    result = type_check(program)
     assert result.returncode == 0, result.stdout + result.stderr
     program.write_text(program.read_text() + "\nenv.snapshott()\n", encoding="utf-8")
-    wrong = subprocess.run(
-        [*command, "--follow-imports", "silent", str(program)], cwd=ROOT, capture_output=True, text=True
-    )
-    assert "snapshott" in wrong.stdout, "it looks at these types"
+    assert "snapshott" in type_check(program).stdout, "it looks at these types"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,8 @@ ENVS = {
     "webshop": {"split": "product-train"},
     "swebench": {"dataset": "mini", "instances": '["northpine__slugline-4"]', "backend": "copy", "allow_unsafe": True},
 }
+LAUNCHERS = {"ddp": True, "fsdp2": False, "zero3": False}
+"""Of accelerate's, and whether adapters are trained with them here."""
 SMALL = {"prompts": 2, "updates": 2, "eval_episodes": 2, "max_turns": 2, "max_new_tokens": 8, "env_threads": 1}
 SMALL |= {"eval_untrained": False}
 
@@ -47,9 +50,28 @@ def small_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: small_checkpoint(kind, root / kind, positions=32768) for kind in ("qwen2", "llama")}
 
 
+def chosen(launcher: str) -> list[Path]:
+    """Configurations that a launcher trains here: of each environment one, and of both families.
+
+    Another launcher takes the others. SANDBOXGYM_ALL_CONFIGS=1 has every launcher train them all.
+    """
+    if os.environ.get("SANDBOXGYM_ALL_CONFIGS"):
+        return LARGE
+    families = ("llama", "qwen") if launcher == "fsdp2" else ("qwen", "llama")
+    return [p for p in LARGE if families[list(ENVS).index(p.stem.partition("-")[0]) % 2] in p.stem]
+
+
+def test_every_configuration_is_trained_by_a_launcher_and_every_launcher_meets_all_there_is() -> None:
+    assert {path for launcher in LAUNCHERS for path in chosen(launcher)} == set(LARGE)
+    for launcher in LAUNCHERS:
+        names = [path.stem for path in chosen(launcher)]
+        assert {name.partition("-")[0] for name in names} == set(ENVS)
+        assert {family for family in ("qwen", "llama") if any(family in name for name in names)} == {"qwen", "llama"}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("launcher", "adapters"), [("ddp", True), ("fsdp2", False), ("zero3", False)])
-def test_every_configuration_trains_a_small_model_of_its_family_with_every_launcher(
+@pytest.mark.parametrize(("launcher", "adapters"), LAUNCHERS.items())
+def test_configurations_train_a_small_model_of_their_family_with_every_launcher(
     small_models: dict[str, Path], tmp_path: Path, launcher: str, adapters: bool
 ) -> None:
     """The files as they are, but for the checkpoint, the data and the sizes: two updates in two processes each.
@@ -64,18 +86,18 @@ def test_every_configuration_trains_a_small_model_of_its_family_with_every_launc
         return small_models["llama" if "llama" in path.stem else "qwen2"]
 
     lists = {}
-    for path in LARGE:
+    for path in chosen(launcher):
         kwargs = [f"{name}={value}" for name, value in ENVS[path.stem.partition("-")[0]].items()]
         given = ["--config", str(path), "--model", str(start_of(path)), *(["--lora-r", "4"] if adapters else [])]
         given += ["--env-kwargs", *kwargs, "--eval-kwargs", *kwargs]
         sizes = SMALL | ({"roots": 2} if "swebench" in path.stem else {})  # its sandboxes are what takes long
         lists[path.stem] = given + [f"--{name.replace('_', '-')}={value}" for name, value in sizes.items()]
     script = Path(__file__).with_name("train_several.py")
-    done = launch_sharded(
-        script, tmp_path, several.write(tmp_path / "runs.json", lists), file=CONFIGS / "accelerate" / f"{launcher}.yaml"
-    )
+    file = CONFIGS / "accelerate" / f"{launcher}.yaml"
+    listed = several.write(tmp_path / "runs.json", lists)
+    done = launch_sharded(script, tmp_path, listed, file=file, forks=False)
     assert done.returncode == 0, done.stderr[-3000:]
-    for path in LARGE:
+    for path in chosen(launcher):
         out = tmp_path / path.stem
         told = json.loads((out / "told.json").read_text())
         assert told["kind"] == launcher and "<action>one action</action>" in told["start"]

@@ -76,10 +76,30 @@ def test_its_snapshots_are_checked_and_the_badge_says_how_many_checks_that_were(
     assert " checks pass, 20" in badge and "two_rooms:TwoRoomsEnv-v0" in badge
 
 
+def test_its_test_of_snapshots_asks_the_suite(package):
+    """With a few of the checks. All are passed, for the same tasks, in the next test."""
+    assert 'check_snapshot("two_rooms:TwoRoomsEnv-v0", reset_options=[{"task": 0}, {"task": 3}])' in "".join(
+        path.read_text() for path in package.glob("tests/*.py")
+    )
+    (package / "tests" / "conftest.py").write_text(
+        "from functools import partial\n"
+        "from sandboxgym import conformance\n"
+        "some = ['api.protocol', 'restore.trace_equality', 'fork.isolation']\n"
+        "conformance.check_snapshot = partial(conformance.check_snapshot, only=some)\n"
+    )
+    test = ("pytest", "-q", "-p", "no:cacheprovider", "-k", "test_snapshots")
+    done = within(package, *test)
+    assert done.returncode == 0 and "1 passed" in done.stdout, done.stdout + done.stderr
+    (module,) = package.glob("src/*/env.py")
+    text = module.read_text()
+    assert text.count("def _apply") == 1
+    module.write_text(text.replace("def _apply", "def _apply_nothing"))
+    done = within(package, *test)
+    assert done.returncode == 1 and "1 failed" in done.stdout, done.stdout + done.stderr
+
+
 @pytest.mark.slow
 def test_the_whole_suite_certifies_it(package):
-    done = within(package, "pytest", "-q", "-p", "no:cacheprovider")
-    assert done.returncode == 0 and "12 passed" in done.stdout, done.stdout + done.stderr
     tasks = ("--reset-options", '{"task": 0}', "--reset-options", '{"task": 3}')
     done = within(package, "sandboxgym", "conformance", "two_rooms:TwoRoomsEnv-v0", *tasks, "--badge", "badge.svg")
     assert done.returncode == 0 and "Snapshots faithful" in done.stdout, done.stdout + done.stderr
@@ -167,9 +187,13 @@ def test_it_is_linted(package):
 
 
 @pytest.mark.slow
-def test_it_is_typed(package, tmp_path):
-    done = within(package, "mypy", "--strict", "--config-file", "", "--cache-dir", str(tmp_path / "cache"), "src")
-    assert done.returncode == 0, done.stdout
+@pytest.mark.xdist_group("type checker")
+def test_it_is_typed(package, type_check):
+    done = type_check(package / "src")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (module,) = package.glob("src/*/env.py")
+    module.write_text(module.read_text() + "\nTwoRoomsEnv().snapshott()\n")
+    assert "snapshott" in type_check(package / "src").stdout, "it looks at these types"
 
 
 @pytest.mark.parametrize(

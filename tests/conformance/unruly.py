@@ -115,7 +115,7 @@ class Talks(Counter):
 class Large(Counter):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Any:
         result = super().reset(seed=seed, options=options)
-        self.world = np.ones(150 << 20, np.uint8)
+        self.world = np.ones(50 << 20, np.uint8)
         return result
 
     def _capture(self) -> Any:
