@@ -143,7 +143,7 @@ $(HARBOR)/.installed:
 		test ! -x $(HARBOR)/bin/python || break; \
 		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && "$$python" -m venv $(HARBOR); \
 	done; test -x $(HARBOR)/bin/python || { echo "Harbor needs Python 3.12 or newer: none was found" >&2; exit 1; }
-	$(HARBOR)/bin/python -m pip install --quiet --editable '.[sandbox]' harbor==0.25.0 pytest pytest-timeout
+	$(HARBOR)/bin/python -m pip install --quiet --editable '.[sandbox]' harbor==0.26.0 pytest pytest-timeout
 	touch $@
 
 # verl beside the packages of .venv, PyTorch above all: alone it would bring gigabytes of its own.

@@ -9,7 +9,7 @@
    the trial.
 3. Calls of one trial take turns. A call that Harbor gives up, as at an agent's time limit, ends its command, and the
    next call waits for that: agent and verifier are never at work at the same time.
-4. Needs Harbor (tried: 0.25), hence Python 3.12 or newer.
+4. Needs Harbor (tried: 0.25, 0.26), hence Python 3.12 or newer.
 """
 
 from __future__ import annotations

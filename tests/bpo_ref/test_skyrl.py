@@ -279,6 +279,17 @@ class Tokenizer:
     pad_token_id = 0
 
 
+def test_skyrl_accepts_the_settings_of_the_page(real: Any) -> None:
+    from skyrl.train.utils.utils import validate_cfg
+
+    settings = settings_of(real)
+    settings.trainer.logger = "console"
+    validate_cfg(settings)
+    settings.trainer.algorithm.advantage_estimator = "sandboxgyn"
+    with pytest.raises(AssertionError, match="invalid advantage_estimator"):
+        validate_cfg(settings)
+
+
 def test_the_output_has_the_fields_of_skyrls_type(player: Players, real: Any) -> None:
     params = {"temperature": 1.0, "max_tokens": 1024}
     asked, _ = real.utils.prepare_generator_input(prompts_of([0, 1, 2]), 1, params, "none", "train", 3)
