@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -17,10 +19,12 @@ from sandboxgym.tree.journal import Journal
 from sandboxgym.workers.fleet import RayEnvs
 from sandboxgym.workers.fleet_status import fleet_status
 from sandboxgym.workers.nodes.worker import RayWorker
+from sandboxgym.workers.store import SnapshotStore
 
 try:
     import ray
     from ray.cluster_utils import Cluster
+    from ray.experimental import internal_kv
 except ModuleNotFoundError:
     ray = None  # type: ignore[assignment]
 
@@ -90,6 +94,13 @@ class Nodes:
         rows = process_table.table(only=below.__contains__)
         return [row.command for row in rows if row.runs and row.command.startswith("ray::_")]
 
+    def left(self) -> list[str]:
+        """Actors, and rows in the table of the head, that no owner ended; those of killed ones go after a while."""
+        fleet_status()  # deletes the reports of owners that were killed
+        tables = ("sandboxgym", "sandboxgym-images")
+        rows = [str(key) for table in tables for key in internal_kv._internal_kv_list("", namespace=table)]
+        return self.actors() + rows
+
     def end(self) -> None:
         ray.shutdown()
         self.cluster.shutdown()
@@ -149,6 +160,15 @@ def until(condition: Any, seconds: float = 120.0) -> None:
         time.sleep(0.2)
 
 
+def stored_files(place: Path) -> list[Path]:
+    """Files that owners left in a store, once the leases of those that were killed have ended."""
+    store = SnapshotStore(place)
+    for lease in (place / "leases").iterdir():
+        store.lease(lease.name, seconds=-1.0)
+    store.collect(grace=-1.0)
+    return [path for path in place.glob("*/**/*") if path.is_file()]
+
+
 def owner(address: str, folder: str) -> None:
     """Roll out with a journal, in a process that kills itself in the middle of it."""
     with fleet_of(2, address=address, store=f"{folder}/store") as envs:
@@ -164,3 +184,35 @@ def client(address: str, path: str) -> None:
         Path(path).write_bytes(pickle.dumps(grown(envs)))
         assert envs._reporter.report()
         assert [owner.steps > 0 for owner in fleet_status().owners] == [True]
+
+
+WORDS = os.path.join(os.path.dirname(__file__), "bpo_ref")
+"""Folder of the module `wordgame`, of which workers learn from the path of their owner."""
+TINY = {
+    "env_id": "wordgame:toys/WordGame-v0", "eval_kwargs": (), "max_turns": 6, "context": 160, "max_new_tokens": 4,
+    "sft_steps": 1, "sft_episodes": 6, "sft_batch": 4, "updates": 2, "prompts": 4, "width": 2, "lr": 1e-2,
+    "eval_episodes": 4, "eval_every": 100, "eval_untrained": False, "save_every": 1, "env_retries": 3,
+    "env_capture_every": 2, "trackers": (),
+}  # fmt: skip
+"""Settings of a run that takes seconds, in which half of the episodes are won, and no answer is without effect."""
+
+
+def trainer(settings: str, decisions: str) -> None:
+    """Train, in a process that kills itself after so many decisions of its second update."""
+    sys.path.insert(0, WORDS)
+    from bpo_ref.args import Args
+    from bpo_ref.sampling.policy import ChatPolicy
+    from bpo_ref.train import Trainer
+
+    training = Trainer(Args(**TINY | json.loads(settings)))
+    act, calls = ChatPolicy.__call__, 0
+
+    def decide(policy: ChatPolicy, contexts: Sequence[Context]) -> Any:
+        nonlocal calls
+        calls += training.session.stage == "rl" and training.session.step == 1
+        if calls > int(decisions):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return act(policy, contexts)
+
+    ChatPolicy.__call__ = decide  # type: ignore[method-assign]
+    training.run()

@@ -25,7 +25,21 @@ import pytest
 from components import missing
 from image_service import Service
 from ports import free_port
-from ray_nodes import STEPS, WHERE, At, Nodes, await_all, fleet_of, grown, plain, until, workers_of
+from ray_nodes import (
+    STEPS,
+    TINY,
+    WHERE,
+    WORDS,
+    At,
+    Nodes,
+    await_all,
+    fleet_of,
+    grown,
+    plain,
+    stored_files,
+    until,
+    workers_of,
+)
 
 import sandboxgym
 from sandboxgym.cli import main as cli
@@ -45,7 +59,6 @@ from sandboxgym.workers.nodes.limits import FleetFull, Limits
 from sandboxgym.workers.nodes.worker import RayWorker
 from sandboxgym.workers.pool import EnvPool
 from sandboxgym.workers.remote import RemoteEnv, WorkerSlots
-from sandboxgym.workers.store import SnapshotStore
 from sandboxgym.workers.vector import SnapshotVectorEnv
 
 try:
@@ -373,27 +386,43 @@ def test_an_owner_that_was_killed_is_continued_from_its_journal_by_another(
         assert grown(envs, journal=journal) == local
         journal.close()
     monkeypatch.setattr(state_of_fleet, "STALE", 3.0)
-    until(lambda: not fleet_status().owners and not nodes.actors())
-    snapshots = SnapshotStore(store)
-    for lease in (store / "leases").iterdir():  # of the owner that was killed, an hour later
-        snapshots.lease(lease.name, seconds=-1.0)
-    snapshots.collect(grace=-1.0)
-    assert not snapshots.keys() and not list((store / "names").rglob("*-*-*"))
+    until(lambda: not nodes.left())
+    assert not stored_files(store)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Folder of a run whose environments are in its process."""
+    from bpo_ref.args import Args
+    from bpo_ref.train import Trainer
+
+    out = tmp_path_factory.mktemp("runs") / "undisturbed"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(WORDS)
+        Trainer(Args(**TINY, out=str(out))).run()
+        yield out
+
+
+def outcome(out: Path) -> Any:
+    """Weights, trees of the last update, scores and numbers of a run, without what the clock says or was lost."""
+    weights = (out / "checkpoint" / "model.safetensors").read_bytes()
+    trees = {file.name: file.read_bytes() for file in (out / "trees").iterdir()}
+    scores = json.loads((out / "results.json").read_text())["scores"]
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    untold = ("time/", "rollout/env_failures")
+    numbers = [{k: v for k, v in row.items() if not k.startswith(untold) and "seconds" not in k} for row in rows]
+    return weights, trees, scores, numbers
 
 
 def test_a_run_whose_node_is_killed_in_the_middle_ends_with_the_weights_of_one_that_was_not(
-    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nodes: Nodes, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bpo_ref.args import Args
     from bpo_ref.sampling.policy import ChatPolicy
     from bpo_ref.train import Trainer
 
     doomed = nodes.with_two()[0]
-    settings: dict[str, Any] = {"algo": "bpo", "prompts": 4, "updates": 2, "sft_steps": 2, "sft_episodes": 8}
-    settings |= {"eval_episodes": 4, "eval_untrained": False, "context": 512, "trackers": (), "env_retries": 3}
-    settings |= {"env_kwargs": ("games=embedded:train",), "eval_kwargs": ("games=embedded:unseen",)}
-    Trainer(Args(**settings, out=str(tmp_path / "local"))).run()
-    trainer = Trainer(Args(**settings, envs="ray", env_workers=2, out=str(tmp_path / "ray")))
+    trainer = Trainer(Args(**TINY, envs="ray", env_workers=2, out=str(tmp_path)))
     envs, act, calls = trainer.session.envs, ChatPolicy.__call__, 0
     assert isinstance(envs, RayEnvs)
 
@@ -408,10 +437,39 @@ def test_a_run_whose_node_is_killed_in_the_middle_ends_with_the_weights_of_one_t
     await_all(envs)
     trainer.run()
     assert doomed not in nodes.nodes
-    rows = map(json.loads, (tmp_path / "ray" / "metrics.jsonl").read_text().splitlines())
+    rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert sum(row.get("rollout/env_failures", 0) for row in rows) > 0
-    one, other = ((tmp_path / name / "checkpoint" / "model.safetensors").read_bytes() for name in ("local", "ray"))
-    assert one == other
+    assert outcome(tmp_path) == outcome(undisturbed)
+
+
+def test_a_trainer_that_is_killed_within_an_update_ends_with_the_weights_and_trees_of_one_that_was_not(
+    nodes: Nodes, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bpo_ref.args import Args
+    from bpo_ref.train import Trainer
+
+    nodes.with_two()
+    out, store = tmp_path / "run", tmp_path / "store"
+    options: dict[str, Any] = {"envs": "ray", "env_workers": 2, "env_store": str(store)}
+    options |= {"ray_address": nodes.address, "out": str(out)}
+    killed = elsewhere("trainer", json.dumps(options), "5")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert (out / "inflight" / "update-1.0").stat().st_size > 1000
+    durable, restored = RayEnvs.durable, []
+
+    def counted(envs: RayEnvs, reference: Any) -> Any:
+        snap = durable(envs, reference)
+        restored.append(reference)
+        return snap
+
+    monkeypatch.setattr(RayEnvs, "durable", counted)
+    Trainer(Args(**TINY, **options, resume=True)).run()
+    assert restored
+    assert outcome(out) == outcome(undisturbed)
+    assert not (out / "inflight").exists()
+    monkeypatch.setattr(state_of_fleet, "STALE", 3.0)
+    until(lambda: not nodes.left())
+    assert not stored_files(store)
 
 
 def test_a_remote_environment_on_the_cluster_is_as_any_other(nodes: Nodes) -> None:

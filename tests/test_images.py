@@ -368,4 +368,5 @@ def test_tasks_say_which_images_they_need() -> None:
     class Task:
         image = "b"
 
-    assert images_of([{"image": "a"}, Task(), {"image": "a"}, {}, {"image": None}]) == ["a", "b"]
+    rows = [{"image": "a"}, Task(), {"image": "a"}, {}, {"image": None}, {"image": "host"}, {"image": "dir:/srv/root"}]
+    assert images_of(rows) == ["a", "b"]

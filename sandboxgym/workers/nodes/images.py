@@ -227,6 +227,9 @@ class FleetImages:
 
 
 def images_of(tasks: Iterable[Any]) -> list[str]:
-    """Names of the images that tasks need, each once: ``image`` of rows of data sets, or of objects."""
+    """Names of the images that tasks need, each once: ``image`` of rows of data sets, or of objects.
+
+    Left out is what no registry has: ``"host"``, the tool chain of a machine, and ``"dir:/path"``, a directory of it.
+    """
     names = [task.get("image") if isinstance(task, Mapping) else getattr(task, "image", None) for task in tasks]
-    return list(dict.fromkeys(str(name) for name in names if name))
+    return list(dict.fromkeys(str(name) for name in names if name and name != "host" and not name.startswith("dir:")))
