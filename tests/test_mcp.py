@@ -404,10 +404,12 @@ def test_nothing_is_left_of_a_server_that_ends_in_the_middle(
         client.process.send_signal(signals[how])
     statuses = {"killed": -9, "terminated": 143, "interrupted": 130, "client gone": 0}
     assert client.process.wait(timeout=60) == statuses[how]
-    assert until(lambda: not running(sleep))
-    if how == "killed":  # the next start clears the files, and so does this
+    if (backend, how) != ("copy", "killed"):  # there a hangup ends most, and the next owner the rest
+        assert until(lambda: not running(sleep))
+    if how == "killed":  # the next start clears what is left, and so does this
         clear = [sys.executable, "-m", "sandboxgym", "gc"]
         subprocess.run(clear, env={**os.environ, **environment}, cwd=tmp_path, check=True, capture_output=True)
+    assert until(lambda: not running(sleep))
     assert not leftovers(tmp_path / "runtime")
 
 
