@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import pickle
+import pty
+import select
 import shutil
 import signal
 import socket
@@ -640,6 +642,44 @@ def test_the_state_of_the_fleet_shows_all_owners_and_what_was_lost(
         )
     assert not fleet_status().owners
     assert not internal_kv._internal_kv_list("", namespace="sandboxgym")
+
+
+def test_the_state_is_drawn_again_and_again_until_ctrl_c(nodes: Nodes) -> None:
+    nodes.with_two()
+    terminal, its = pty.openpty()
+    command = [sys.executable, "-m", "sandboxgym", "fleet", "status", "--address", nodes.address, "--watch", "0.2"]
+    # A session of its own, whose terminal it is: else Ctrl-C is a character like others.
+    watching = subprocess.Popen(["setsid", "--ctty", *command], stdin=its, stdout=its, stderr=its)
+    os.close(its)
+    try:
+        shown = shown_until(terminal, lambda shown: shown.count("\x1b[H\x1b[J") == 3)
+        _, first, second, _ = shown.split("\x1b[H\x1b[J")
+        assert first == second and first.startswith("nodes alive: 3") and "no owner of environments" in first
+        os.write(terminal, b"\x03")
+        assert shown_until(terminal, lambda shown: "interrupted" in shown).endswith("\r\nsandboxgym fleet: interrupted")
+        assert watching.wait(60) == 130
+    finally:
+        watching.kill()
+        watching.wait()
+        os.close(terminal)
+
+
+def shown_until(terminal: int, complete: Any) -> str:
+    """Text on a terminal, from now on until it is complete."""
+    shown, deadline = "", time.monotonic() + 120
+    while not complete(shown):
+        assert select.select([terminal], [], [], deadline - time.monotonic())[0], shown
+        shown += os.read(terminal, 1).decode(errors="replace")  # no more of what comes after
+    return shown
+
+
+def test_a_reader_of_the_state_may_leave_at_any_time(nodes: Nodes) -> None:
+    command = [sys.executable, "-m", "sandboxgym", "fleet", "status", "--address", nodes.address, "--watch", "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None and watching.stderr is not None
+        assert json.loads(watching.stdout.readline())["nodes"]
+        watching.stdout.close()
+        assert (watching.wait(60), watching.stderr.read()) == (0, "")
 
 
 def test_a_store_of_snapshots_is_in_the_state_of_the_fleet(nodes: Nodes, local: Any, tmp_path: Path) -> None:

@@ -223,6 +223,17 @@ def test_two_nodes_started_by_the_script_hold_a_rollout_and_leave_nothing(home: 
             assert stranger.returncode == 1 and "expected a Ray cluster at" in stranger.stderr
             ended = state()
             assert ended is not None and not ended["owners"]
+        watching = subprocess.Popen(
+            [sys.executable, "-m", "sandboxgym", "fleet", "status", "--watch", "1"],
+            env=client,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        assert watching.stdout is not None and watching.stdout.readline()
+    _, said = watching.communicate(timeout=50)  # Ray itself would end it after a minute
+    assert watching.returncode == 1
+    assert re.fullmatch(rf"sandboxgym fleet: the Ray cluster at {address} does not answer any more: .*\n", said)
     await_true(lambda: not in_home(home))
 
 

@@ -70,11 +70,13 @@ def show_status(address: str | None, *, watch: float | None, as_json: bool) -> i
     """Print the state of a cluster, once or again and again."""
     from sandboxgym.workers.env_host import FleetError
     from sandboxgym.workers.fleet_status import fleet_status
-    from sandboxgym.workers.nodes.cluster import connect
+    from sandboxgym.workers.nodes.cluster import connect, expect_alive
 
+    place = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        connect(address or os.environ.get("RAY_ADDRESS") or "auto")
+        connect(place)
         while True:
+            expect_alive(place)
             found = fleet_status()
             if as_json:
                 print(json.dumps(found.to_dict()), flush=True)
@@ -96,10 +98,11 @@ def drain_node(name: str, address: str | None, *, undo: bool = False, timeout: f
     """
     from sandboxgym.workers.env_host import FleetError
     from sandboxgym.workers.fleet_status import PERIOD, drain, fleet_status
-    from sandboxgym.workers.nodes.cluster import connect
+    from sandboxgym.workers.nodes.cluster import connect, expect_alive
 
+    place = address or os.environ.get("RAY_ADDRESS") or "auto"
     try:
-        connect(address or os.environ.get("RAY_ADDRESS") or "auto")
+        connect(place)
     except FleetError as error:
         raise CommandError(str(error)) from error
     nodes = [node for node in fleet_status().nodes if node.alive and (node.id.startswith(name) or node.address == name)]
@@ -110,6 +113,10 @@ def drain_node(name: str, address: str | None, *, undo: bool = False, timeout: f
     drain(node, undo=undo)
     began = time.monotonic()
     while not undo:
+        try:
+            expect_alive(place)
+        except FleetError as error:
+            raise CommandError(str(error)) from error
         there = next((n for n in fleet_status().nodes if n.id == node and n.usage.workers), None)
         # Owners look at the nodes every so often: one that does not know it yet may still ask for workers there.
         if there is None and time.monotonic() > began + 2 * PERIOD:

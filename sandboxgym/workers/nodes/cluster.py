@@ -49,6 +49,25 @@ def connect(address: str | None = None) -> None:
         ) from error
 
 
+def expect_alive(address: str) -> None:
+    """Check that the cluster which this process is connected to accepts connections.
+
+    Without it Ray would wait for a minute, and then end the process in a way of its own.
+
+    Args:
+        address: as it was given to `connect`.
+
+    Raises:
+        FleetError: it does not: the cluster has ended.
+    """
+    there = address if "://" in address else ray.get_runtime_context().gcs_address
+    try:
+        _look_for(there)
+    except OSError as error:
+        name = there if address == "auto" else address
+        raise FleetError(f"the Ray cluster at {name} does not answer any more: {error}") from error
+
+
 def _look_for(address: str) -> None:
     """Raise OSError where nothing listens at ``host:port`` or ``ray://host:port``: Ray itself tries for minutes."""
     host, _, port = address.rpartition("://")[2].rpartition(":")
