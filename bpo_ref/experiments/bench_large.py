@@ -14,8 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
@@ -119,6 +121,23 @@ def model_of(name: str, *, context: int) -> CausalLM:
     with device():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if large else torch.float32)
     return model
+
+
+def folder_of_models() -> tempfile.TemporaryDirectory[str]:
+    """A folder for the weights of large shapes, which goes when it is left.
+
+    Where TMPDIR names no other place: on the disk that is kept in memory, if that has more room than the usual one.
+    """
+    places = [
+        tempfile.gettempdir(),
+        *(["/dev/shm"] if "TMPDIR" not in os.environ and os.path.isdir("/dev/shm") else []),
+    ]
+    return tempfile.TemporaryDirectory(dir=max(places, key=lambda place: shutil.disk_usage(place).free))
+
+
+def write_model(name: str, folder: str, *, context: int) -> None:
+    """Write random weights of that shape, in files of at most 2 GB: one of 15 GB was not written on a GPU's machine."""
+    model_of(name, context=context).save_pretrained(folder, max_shard_size="2GB")
 
 
 def bench_update(name: str, repeats: int) -> list[str]:
@@ -288,11 +307,11 @@ def bench_run(name: str, repeats: int) -> list[str]:
     if name == "check":
         sizes = {"prompts": 2, "max_turns": 2, "max_new_tokens": 4, "context": 1024, "micro_tokens": 2048}
     large = ALL_SHAPES[name].parameters > LARGE
-    with tempfile.TemporaryDirectory() as folder:
+    with folder_of_models() as folder:
         with sandboxgym.make("sandboxgym/ALFWorld-v0", games="embedded") as env:
             texts = [env.reset(seed=seed)[0] for seed in range(20)]
         tokenizer = tiny_bpe_tokenizer(texts, 1000)
-        model_of(name, context=4096).save_pretrained(folder)
+        write_model(name, folder, context=4096)
         tokenizer.save_pretrained(folder)
         given = ["--config", "alfworld-qwen2.5-7b", "--model", folder, "--out", f"{folder}/run"]
         given += ["--env-kwargs", "games=embedded", "--eval-kwargs", "games=embedded", "--eval-untrained", "False"]
@@ -327,8 +346,8 @@ def bench_trl(name: str, repeats: int) -> list[str]:
     tokenizer = tiny_tokenizer(WORDS)
     large = ALL_SHAPES[name].parameters > LARGE
     found: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
-    with tempfile.TemporaryDirectory() as folder:
-        model_of(name, context=256).save_pretrained(folder)
+    with folder_of_models() as folder:
+        write_model(name, folder, context=256)
         tokenizer.save_pretrained(folder)
         for repeat in range(repeats):
             for side, runs in found.items():

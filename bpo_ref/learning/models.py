@@ -38,7 +38,9 @@ def settle_cpu(threads: int) -> None:
         threads: threads of PyTorch; 0: its choice.
     """
     if torch.cuda.is_available():
-        torch.set_num_threads(torch.get_num_threads())  # its compiler stopped where this changed by itself
+        # PyTorch sets OpenMP's threads again at a library's first parallel work in a thread. Where that is not the
+        # number which they had, a compilation in which it happens stops: so both are made the same here.
+        torch.set_num_threads(torch.get_num_threads())
         return
     if threads:
         torch.set_num_threads(threads)

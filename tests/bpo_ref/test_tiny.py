@@ -143,3 +143,32 @@ def test_memory_of_a_step_is_kept_for_the_next() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=without_gpu)
     left_alone, settled = map(int, done.stdout.split())
     assert settled * 20 < left_alone
+
+
+_COMPILED = """
+import ctypes, sys, torch
+from bpo_ref.learning.models import settle_cpu
+
+[openmp] = {line.split()[-1] for line in open("/proc/self/maps") if "libgomp" in line}
+ctypes.CDLL(openmp).omp_set_num_threads(torch.get_num_threads() + 3)  # as another library may
+if "settled" in sys.argv:
+    real, torch.cuda.is_available = torch.cuda.is_available, lambda: True
+    settle_cpu(0)
+    torch.cuda.is_available = real
+
+def backend(graph, inputs):
+    torch.init_num_threads()  # as each of PyTorch's libraries does at its first parallel work in a thread
+    return graph.forward
+
+torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks OpenMP up in Linux's list of loaded files")
+def test_models_are_compiled_where_another_library_has_set_the_number_of_threads() -> None:
+    """What the trainer does on a GPU; left alone, PyTorch's compiler stops, as it did in runs on one."""
+    command = [sys.executable, "-c", _COMPILED]
+    left_alone = subprocess.run(command, capture_output=True, text=True)
+    assert "num_threads state changed" in left_alone.stderr
+    settled = subprocess.run([*command, "settled"], capture_output=True, text=True)
+    assert settled.returncode == 0, settled.stderr
