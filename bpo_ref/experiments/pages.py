@@ -10,7 +10,8 @@ A page has its tables between marks that nobody sees, and this command replaces 
 The first word names ``docs/results/data/NAME/scores.jsonl``, or ``docs/results/details/NAME.json`` of
 `bpo_ref.variance`; the second the table: ``ends``, ``metrics``, ``differences`` (a third word names another baseline
 than grpo), ``overhead``; for gradient estimators ``costs``. Runs that were evaluated at the end only are drawn as
-gains, others as learning curves. ``phase`` names the data of `bpo_ref.experiments.phase`, whose tables are ``rule``,
+gains, others as learning curves. ``study`` names the registered study: a domain, then ``areas``, ``comparisons`` or
+``ends``. ``phase`` names the data of `bpo_ref.experiments.phase`, whose tables are ``rule``,
 ``chain``, ``alfworld`` and ``settings``.
 """
 
@@ -23,6 +24,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from bpo_ref.experiments import registered
 from bpo_ref.experiments.archive import unpack
 from bpo_ref.experiments.plots import Plot
 from bpo_ref.experiments.tables import beside, efficiency, grouped, overhead, summary, write
@@ -30,6 +32,8 @@ from bpo_ref.experiments.tables import beside, efficiency, grouped, overhead, su
 MARK = re.compile(r"(<!-- table: ([^>]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 KINDS = ("rule", "chain", "alfworld", "settings")
 """Tables of the phase diagram."""
+STUDY = "results/data/study"
+"""The registered study's runs."""
 PATHS = ("results/data/{}/scores.jsonl", "results/details/{}.json")
 
 
@@ -63,6 +67,8 @@ def table_of(docs: Path, words: str) -> str:
         from bpo_ref.experiments.phase.diagram import table as phase_table
 
         return phase_table(docs, kind)
+    if name == "study" and kind in registered.DOMAINS and rest and rest[0] in registered.TABLES:
+        return registered.table(docs / STUDY, kind, rest[0])
     made = _tables(scores, *rest) if scores.exists() else {}
     if not made.get(kind):
         raise PageError(f"table: {words}: expected data of docs/results, and ends, metrics, differences or overhead")
@@ -103,6 +109,8 @@ def draw(docs: Path) -> None:
             write(runs, docs / "results" / scores.parent.name, plot=kind)
     for study in studies(docs):
         plot(read_lines(study), study.with_suffix(".png"))
+    for domain in registered.DOMAINS:
+        registered.draw(docs / STUDY, domain, docs / "results" / f"study-{domain}.png")
     if (docs / "results" / "data" / "phase").exists():
         from bpo_ref.experiments.phase import diagram
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,6 +21,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.ticker import EngFormatter, MaxNLocator
+from numpy.typing import NDArray
 
 Metric = Literal["success", "reward"]
 """Metric of an evaluation: success rate, or mean total reward per episode."""
@@ -204,6 +205,51 @@ def gains(runs: Sequence[Path], path: Path, metric: Metric = "success") -> None:
     axis.xaxis.set_major_locator(MaxNLocator(5))  # labels such as -0.075 are wide, and long names leave little room
     axis.grid(alpha=0.3, axis="x")
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def study_figure(
+    curves: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+    differences: Mapping[str, NDArray[np.float64]],
+    intervals: Mapping[str, tuple[float, float]],
+    path: Path,
+    metric: Metric = "success",
+) -> None:
+    """Plot the registered study: mean learning curves, and the differences of areas under the curve by start.
+
+    Args:
+        curves: for each method the scores of its runs, one run per start.
+        differences: for each comparison the difference at every start.
+        intervals: 95 % interval of each comparison.
+        path: file to write.
+        metric: of the curves.
+    """
+    figure, (axis, beside) = plt.subplots(1, 2, figsize=(11.5, 4.6), width_ratios=(1.2, 1))
+    names = list(curves)
+    colours, dashes = colours_of(names), _dashes(names)
+    starts = len(next(iter(curves.values())))
+    for name, runs in curves.items():
+        length = min(map(len, runs))
+        heights = np.array([[score[metric] for score in run[:length]] for run in runs])
+        at = np.mean([[score["tokens"] for score in run[:length]] for run in runs], axis=0)
+        axis.plot(at, heights.mean(axis=0), label=name, color=colours[name], linestyle=dashes[name])
+    axis.set_xlabel("generated tokens since the supervised start")
+    axis.set_ylabel(f"{metric}, mean of {starts} starts")
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axis.grid(alpha=0.3)
+    axis.legend(frameon=False, fontsize=8)
+    for line, (name, each) in enumerate(differences.items()):
+        beside.plot(each, [line] * len(each), "o", markersize=4, alpha=0.5, color="grey")
+        low, high = intervals[name]
+        beside.plot([low, high], [line, line], color="black", linewidth=1.5)
+        beside.plot(each.mean(), line, "D", color="black", markersize=6)
+    beside.axvline(0, color="grey", linewidth=0.8)
+    beside.set_yticks(range(len(differences)), list(differences))
+    beside.invert_yaxis()
+    beside.grid(alpha=0.3, axis="x")
+    beside.set_xlabel("difference of areas under the curve\ndot: a start; diamond and bar: mean, exact 95 % interval")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -30,7 +30,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bpo_ref.experiments.plots import read_scores
+from bpo_ref.experiments.plots import Metric, read_scores, study_figure
 from bpo_ref.experiments.sweep import commands, folder_of
 from sandboxgym.conformance.stats.tests import holm
 
@@ -104,7 +104,7 @@ class Domain:
     """
 
     config: str
-    metric: str
+    metric: Metric
     words: str
     tuning: str
     final: str
@@ -147,12 +147,17 @@ def words_of(method: str, size: str, rate: float) -> str:
 
 def areas(data: Path, domain: str, stage: str) -> dict[tuple[str, int], float]:
     """Area under the curve of every finished run: the mean of its evaluations after the start, by setting and seed."""
-    file = data / f"{domain}-{stage}.jsonl"
-    found = map(json.loads, file.read_text().splitlines()) if file.exists() else ()
     metric = DOMAINS[domain].metric
     return {
-        (run["setting"], run["seed"]): float(np.mean([score[metric] for score in run["scores"][1:]])) for run in found
+        (run["setting"], run["seed"]): float(np.mean([score[metric] for score in run["scores"][1:]]))
+        for run in finished(data, domain, stage)
     }
+
+
+def finished(data: Path, domain: str, stage: str) -> list[dict[str, Any]]:
+    """The data of a stage: a `record` of each run."""
+    file = data / f"{domain}-{stage}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def best(found: Mapping[tuple[str, int], float], labels: Sequence[str], seeds: Sequence[int]) -> str | None:
@@ -358,17 +363,30 @@ def by_start(data: Path, domain: str) -> dict[str, NDArray[np.float64]]:
     return {method: np.array([found[choices[method], seed] for seed in starts]) for method in METHODS}
 
 
-def tables(data: Path, domain: str) -> str:
-    """The tables of a domain as Markdown; while runs are missing, how many there are."""
+TABLES = ("areas", "comparisons", "ends")
+"""Tables of a domain: `areas_table`, `comparisons_table` and `ends_table`."""
+
+
+def table(data: Path, domain: str, kind: str) -> str:
+    """One of `TABLES` as Markdown; while runs are missing, how many there are."""
     found = by_start(data, domain)
     if not found:
         return f"{counts(data, domain)}. Nothing is tested before all of them are there."
-    choices = chosen(data, domain)
+    if kind == "ends":
+        return ends_table(data, domain)
+    return comparisons_table(found) if kind == "comparisons" else areas_table(found, chosen(data, domain))
+
+
+def areas_table(found: Mapping[str, NDArray[np.float64]], choices: Mapping[str, str]) -> str:
+    """The setting that tuning chose for each method, and its area under the curve over the starts."""
     lines = ["| method | tuned setting | area under the curve, mean ± s.e. of starts |", "|---|---|---|"]
-    for method, area in found.items():
-        error = area.std(ddof=1) / np.sqrt(len(area))
-        lines.append(f"| {method} | {choices[method]} | {area.mean():.3f} ± {error:.3f} |")
-    lines += ["", "| comparison | difference [95 % interval] | p, exact | p, corrected |", "|---|---|---|---|"]
+    lines += [f"| {method} | {choices[method]} | {_mean_error(area)} |" for method, area in found.items()]
+    return "\n".join(lines)
+
+
+def comparisons_table(found: Mapping[str, NDArray[np.float64]]) -> str:
+    """The registered comparisons with their intervals and exact p-values."""
+    lines = ["| comparison | difference [95 % interval] | p, exact | p, corrected |", "|---|---|---|---|"]
     differences = [found[first] - found[second] for first, second in COMPARISONS]
     values = [p_value(each) for each in differences]
     by_name = holm({str(index): value for index, value in enumerate(values)})
@@ -379,6 +397,42 @@ def tables(data: Path, domain: str) -> str:
             f"| {first} - {second} | {each.mean():+.3f} [{low:+.3f}, {high:+.3f}] | {p:.4f} | {corrected:.4f} |"
         )
     return "\n".join(lines)
+
+
+def ends_table(data: Path, domain: str) -> str:
+    """What is described and not tested: the end of the runs, and what they cost, as means over the starts."""
+    metric, choices = DOMAINS[domain].metric, chosen(data, domain)
+    lines = [
+        f"| method | {metric} at the start | at the end, mean ± s.e. of starts | rollouts | environment steps | tokens "
+        "| seconds, median |",
+        "|" + "---|" * 7,
+    ]
+    for method, label in choices.items():
+        runs = [run for run in finished(data, domain, "final") if run["setting"] == label]
+        first, last = (np.array([run["scores"][at][metric] for run in runs]) for at in (0, -1))
+        spent = [np.mean([run["counters"][name] for run in runs]) for name in ("returns", "env_steps", "tokens")]
+        seconds = np.median([run["counters"]["seconds"] for run in runs])
+        cells = " | ".join(f"{each:,.0f}" for each in (*spent, seconds))
+        lines.append(f"| {method} | {first.mean():.3f} | {_mean_error(last)} | {cells} |")
+    return "\n".join(lines)
+
+
+def draw(data: Path, domain: str, picture: Path) -> bool:
+    """Plot the methods' learning curves and the comparisons by start; False, and no picture, while runs are missing."""
+    found = by_start(data, domain)
+    if not found:
+        return False
+    choices = chosen(data, domain)
+    runs = finished(data, domain, "final")
+    curves = {method: [run["scores"] for run in runs if run["setting"] == label] for method, label in choices.items()}
+    differences = {f"{first} - {second}": found[first] - found[second] for first, second in COMPARISONS}
+    intervals = {name: interval(each) for name, each in differences.items()}
+    study_figure(curves, differences, intervals, picture, metric=DOMAINS[domain].metric)
+    return True
+
+
+def _mean_error(values: NDArray[np.float64]) -> str:
+    return f"{values.mean():.3f} ± {values.std(ddof=1) / np.sqrt(len(values)):.3f}"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -395,7 +449,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         each.add_argument("--data", type=Path, default=Path("docs/results/data/study"), help="folder of the results")
     given = parser.parse_args(argv)
     if given.action == "report":
-        print("\n\n".join(f"## {domain}\n\n{tables(given.data, domain)}" for domain in DOMAINS))
+        for domain in DOMAINS:
+            print(f"## {domain}\n")
+            print("\n\n".join(dict.fromkeys(table(given.data, domain, kind) for kind in TABLES)), end="\n\n")
         return
     try:
         run(given.domain, given.out / given.domain, given.data, hours=given.hours, dry_run=given.dry_run)

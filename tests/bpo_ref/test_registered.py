@@ -12,10 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image
 from scipy.stats import permutation_test
 
 from bpo_ref.args import command_line
-from bpo_ref.experiments import registered
+from bpo_ref.experiments import pages, registered
 from bpo_ref.experiments.registered import (
     COMPARISONS,
     DOMAINS,
@@ -30,7 +31,7 @@ from bpo_ref.experiments.registered import (
     p_value,
     parsed,
     queue,
-    tables,
+    table,
     tuning_labels,
     words_of,
 )
@@ -48,8 +49,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def write(data: Path, stage: str, label: str, seed: int, area: float) -> None:
     data.mkdir(exist_ok=True)
     with (data / f"alfworld-{stage}.jsonl").open("a") as file:
-        scores = [{"success": value} for value in (0.0, area - 0.1, area + 0.1)]
-        file.write(json.dumps({"setting": label, "seed": seed, "scores": scores}) + "\n")
+        scores = [{"success": value, "tokens": 50 * i} for i, value in enumerate((0.0, area - 0.1, area + 0.1))]
+        counters = {"returns": 64, "env_steps": 640, "tokens": 100, "seconds": float(seed)}
+        file.write(json.dumps({"setting": label, "seed": seed, "counters": counters, "scores": scores}) + "\n")
 
 
 def played(out: Path, data: Path, area: dict[str, float], most: int = 10_000) -> list[tuple[str, str, int]]:
@@ -123,7 +125,7 @@ def test_the_queue_tunes_every_method_before_the_first_run_that_counts(tmp_path:
     assert [seed for stage, _, seed in runs if stage == "final"] == [200, 200, 201, 201, 202, 202]
     starts = [seed for stage, _, seed in done if stage == "start"]
     assert starts == [100, 101, 200, 201, 202]
-    assert "bpo - grpo | +0.100" in tables(data, "alfworld")
+    assert "bpo - grpo | +0.100" in table(data, "alfworld", "comparisons")
 
 
 @pytest.mark.usefixtures("small")
@@ -138,7 +140,7 @@ def test_every_comparison_has_its_own_p_values(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(registered, "COMPARISONS", [("grpo", "grpo"), ("bpo", "grpo")])  # the second is significant
     out, data = tmp_path / "out", tmp_path / "data"
     played(out, data, {"bpo.g4.lr3e-4": 0.6})
-    rows = [line for line in tables(data, "alfworld").splitlines() if " - " in line]
+    rows = [line for line in table(data, "alfworld", "comparisons").splitlines() if " - " in line]
     assert rows[0].endswith("| 1.0000 | 1.0000 |") and rows[1].endswith("| 0.2500 | 0.5000 |")
 
 
@@ -149,7 +151,27 @@ def test_nothing_is_tested_while_runs_are_missing(tmp_path: Path) -> None:
     lines = (data / "alfworld-final.jsonl").read_text().splitlines(keepends=True)
     (data / "alfworld-final.jsonl").write_text("".join(lines[:-1]))
     assert not by_start(data, "alfworld")
-    assert "5 of 6 runs that count. Nothing is tested" in tables(data, "alfworld")
+    assert "5 of 6 runs that count. Nothing is tested" in table(data, "alfworld", "comparisons")
+
+
+@pytest.mark.usefixtures("small")
+def test_the_page_of_a_finished_study_is_made_by_one_command(tmp_path: Path) -> None:
+    """Tables between the page's marks, ends and costs beside what is tested, and a picture."""
+    docs = tmp_path / "docs"
+    data = docs / pages.STUDY
+    data.parent.mkdir(parents=True)
+    marks = "".join(f"<!-- table: study alfworld {kind} -->\n<!-- end of table -->\n" for kind in registered.TABLES)
+    played(tmp_path / "out", data, {"bpo.g4.lr3e-4": 0.6})
+    page = pages.filled(marks, docs)
+    assert "| bpo - grpo | +0.300 [" in page and "| bpo | bpo.g4.lr3e-4 | 0.610 ± 0.006 |" in page
+    assert "| bpo | 0.000 | 0.710 ± 0.006 | 64 | 640 | 100 | 201 |" in page
+    pages.draw(docs)
+    with Image.open(docs / "results" / "study-alfworld.png") as picture:
+        assert len(np.unique(np.asarray(picture.convert("RGB")).reshape(-1, 3), axis=0)) > 100
+    lines = (data / "alfworld-final.jsonl").read_text().splitlines(keepends=True)
+    (data / "alfworld-final.jsonl").write_text("".join(lines[:-1]))
+    assert not registered.draw(data, "alfworld", tmp_path / "none.png") and not (tmp_path / "none.png").exists()
+    assert "+0.300" not in pages.filled(marks, docs)
 
 
 def test_the_exact_test_is_scipys_and_its_interval_is_what_it_does_not_reject() -> None:
