@@ -62,9 +62,11 @@ from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import AsyncChatPolicy, ChatPolicy, collect_demonstrations, read_demonstrations
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.arguments import parse_arguments
+from sandboxgym.sandbox.base import SandboxUnavailable
 from sandboxgym.system.atomic import write_atomic
 from sandboxgym.tree import Failure
 from sandboxgym.tree.journal import Journal
+from sandboxgym.workers.env_host import FleetError
 
 Item = TypeVar("Item")
 
@@ -276,9 +278,9 @@ class TrainingSession:
         """
         try:
             yield
-        except (TrainingFailed, torch.OutOfMemoryError, RuntimeError) as error:
+        except (TrainingFailed, SandboxUnavailable, torch.OutOfMemoryError, RuntimeError) as error:
             full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-            if not full and not isinstance(error, (TrainingFailed, EngineError)):
+            if not full and not isinstance(error, (TrainingFailed, SandboxUnavailable, FleetError, EngineError)):
                 raise
             advice = "smaller --micro-tokens, --gradient-checkpointing True or fewer --prompts need less"
             what = f"out of memory in {self.stage} step {self.step + 1}: {advice}" if full else str(error)

@@ -44,7 +44,9 @@ from ray_nodes import (
 )
 
 import sandboxgym
+from sandboxgym.bench.pool import Waiting
 from sandboxgym.cli import main as cli
+from sandboxgym.errors import SnapshotMismatch, StoreFull
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import SandboxUnavailable
 from sandboxgym.tree import Action, Context, Envs, Failure, ForkAt, rollout
@@ -85,6 +87,19 @@ def nodes() -> Iterator[Nodes]:
     made = Nodes()
     yield made
     made.end()
+
+
+@pytest.fixture
+def nothing_left(nodes: Nodes) -> Iterator[None]:
+    """What owners have on the nodes is the same before and after a test."""
+    nodes.with_two()
+    until(lambda: not nodes.left())  # of the test before
+    before = nodes.traces()
+    yield
+    deadline = time.monotonic() + 60
+    while (now := nodes.traces()) != before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert now == before
 
 
 @pytest.fixture(scope="module")
@@ -280,6 +295,7 @@ def test_siblings_start_beside_the_snapshot_that_they_fork(nodes: Nodes) -> None
         assert {env.worker.node for env in near} == {first.worker.node}  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_environments_beyond_the_limits_of_the_nodes_are_refused(nodes: Nodes) -> None:
     nodes.with_two()
     with fleet_of(2, limits=Limits(environments=2)) as envs:
@@ -522,11 +538,13 @@ def test_a_call_that_hangs_ends_its_worker(nodes: Nodes) -> None:
     env.close()
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_a_cluster_without_room_is_told_in_a_sentence(nodes: Nodes) -> None:
     with pytest.raises(FleetError, match="room"), fleet_of(1, resources={"unheard_of": 1}, create_timeout=2.0) as envs:
         envs.take()
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_a_node_without_the_package_is_told_in_a_sentence(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     class Actor(worker_on_node._Actor):
         pass
@@ -546,6 +564,7 @@ def test_a_node_without_the_package_is_told_in_a_sentence(nodes: Nodes, monkeypa
     assert time.monotonic() - began < WHERE["create_timeout"]
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_a_node_with_another_version_of_the_package_is_told_in_a_sentence(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,6 +597,7 @@ def test_a_node_without_what_the_environment_needs_is_left_alone(nodes: Nodes, l
         assert any("cannot make the environment: it needs a daemon" in worker.unfit for worker in workers_of(envs))
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_nodes_that_all_lack_what_the_environment_needs_are_told_in_a_sentence(nodes: Nodes) -> None:
     everywhere = [node.node_id for node in nodes.with_two()]
     with (
@@ -588,6 +608,79 @@ def test_nodes_that_all_lack_what_the_environment_needs_are_told_in_a_sentence(n
         envs.take()
 
 
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    ("refusal", "arguments"),
+    [
+        (r"Environment `ALFWord` doesn't exist", {"env": "sandboxgym/ALFWord-v0"}),
+        (r"quantity of resource env cannot be negative", {"resources": {"env": -1}}),
+        (r"unexpected keyword argument 'gmaes'", {"gmaes": "embedded"}),
+        (r"expected at least one worker, found workers=0", {"workers": 0}),
+        (r"expected an empty directory or a store of snapshots, found other files in ", {"store": "others"}),
+        (r"expected a store of snapshots of version 1 in .*, found .*99", {"store": "later"}),
+        (r"expected ray-objects://NAME", {"store": "ray-objects://a b"}),
+    ],
+    ids=["environment", "resources", "argument", "workers", "files of others", "store of a later version", "name"],
+)
+def test_what_is_refused_leaves_nothing_on_the_nodes(
+    nodes: Nodes, tmp_path: Path, refusal: str, arguments: dict[str, Any]
+) -> None:
+    for name in ("others", "later"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "others" / "thesis.tex").touch()
+    (tmp_path / "later" / "format.json").write_text('{"format": "sandboxgym-snapshots", "version": 99}')
+    place = arguments.get("store", "ray-objects://refused")
+    there = place if "://" in place else str(tmp_path / place)
+    options: dict[str, Any] = {"env": "sandboxgym/ALFWorld-v0", "workers": 2, **WHERE, **arguments, "store": there}
+    with pytest.raises(Exception, match=refusal) as caught, RayEnvs(**options) as envs:
+        envs.take()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("image", ["dir:/nowhere", "127.0.0.1:9/nobody/has:this"])
+def test_a_sandbox_whose_image_no_node_has_is_told_in_a_sentence(nodes: Nodes, image: str) -> None:
+    with RayEnvs("sandboxgym/SWEBench-v0", 2, dataset="mini", image=image, **WHERE) as envs:  # type: ignore[arg-type]
+        with pytest.raises((ValueError, SandboxUnavailable), match=image) as caught:
+            envs.take().reset(seed=1)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_snapshot_of_another_version_is_refused_and_the_environment_goes_on(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here: Any = gym.make("sandboxgym/ALFWorld-v0", max_episode_steps=STEPS)
+    monkeypatch.setattr(type(here.unwrapped), "state_version", 99)
+    here.reset(seed=1)
+    with fleet_of(2) as envs:
+        env: Any = envs.take()
+        env.reset(seed=1)
+        snap = env.snapshot()
+        expected = env.step("look")
+        with pytest.raises(SnapshotMismatch, match="state_version = .*99") as caught:
+            env.restore(here.snapshot())
+        assert "\n" not in str(caught.value)
+        env.restore(snap)
+        assert env.step("look") == expected
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_store_without_room_costs_durable_copies_and_nothing_else(nodes: Nodes, disk: Path) -> None:
+    make = partial(Waiting, 0.0, 3_000_000)
+    with RayEnvs(make, 2, store=disk / "store", **WHERE) as envs:  # type: ignore[arg-type]
+        env: Any = envs.take()
+        env.reset(seed=1)
+        snap = env.snapshot()
+        with pytest.raises(StoreFull, match=f"{disk}/store has no room for 3,.* more bytes of a snapshot"):
+            snap.kept.prepare()
+        near: Any = envs.take_near(snap)
+        near.restore(snap)
+        assert near.step("on")[0] == env.step("on")[0] == "on"
+    assert not stored_files(disk / "store")
+
+
+@pytest.mark.usefixtures("nothing_left")
 def test_a_cluster_of_another_version_is_told_in_a_sentence(nodes: Nodes) -> None:
     code = (
         "import ray._private.utils as utils; utils.compute_version_info = lambda: ('2.1.0', '3.9.1')\n"

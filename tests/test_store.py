@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from components import missing
 from gymnasium.error import DependencyNotInstalled
 from keepers import pretended
 from stored_envs import CHUNK, Notebook, Shell, three_pages
@@ -504,17 +503,6 @@ def test_a_disk_that_gets_full_on_the_way_is_a_typed_error(
             here.put(env.snapshot())
     assert here.keys() == []
     assert not files(here, "incoming")
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]).returncode:
-        missing("mount", "this process cannot mount a disk")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
 
 
 def test_a_full_disk_is_a_typed_error_and_what_was_there_can_be_read(env: Notebook, disk: Path) -> None:

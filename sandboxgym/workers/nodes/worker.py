@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -57,8 +58,12 @@ class _Actor:
         return packed_answers(answers), tuple(counts)
 
     def end(self) -> None:
-        """Close the environments."""
+        """Close the environments, and end this process in order: a sandbox leaves folders and groups to its exit."""
         self.host.close_all()
+        late = threading.Timer(GRACE, os._exit, (1,))
+        late.daemon = True
+        late.start()
+        ray.actor.exit_actor()
 
 
 class RayWorker(Worker):
@@ -108,6 +113,8 @@ class RayWorker(Worker):
             self._options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
         self._actor: Any = None
         self._ready: Any = None
+        self._ending: Any = None
+        """Reference to the end of the actor, once it was asked for."""
         self._posted: deque[Any] = deque()
         self._answers: deque[Answer] = deque()
         self.node: str | None = None
@@ -176,12 +183,16 @@ class RayWorker(Worker):
 
     def kill(self) -> None:
         """End the actor at once."""
-        actor, self._actor, self._ready, self.node, self._pid = self._actor, None, None, None, None
+        if (actor := self._let_go()) is not None and ray.is_initialized():
+            ray.kill(actor)
+
+    def _let_go(self) -> Any:
+        """Have no actor any more; the one that there was."""
+        actor, self._actor, self._ready, self._ending, self.node, self._pid = self._actor, None, None, None, None, None
         self._ended, self._counts = self.counts.ended(), HostCounts()
         self._posted.clear()
         self._answers.clear()
-        if actor is not None and ray.is_initialized():
-            ray.kill(actor)
+        return actor
 
     def interrupt(self) -> None:
         """End the actor; the thread waiting for it cleans up."""
@@ -190,15 +201,20 @@ class RayWorker(Worker):
             ray.kill(actor)
 
     def ask_to_close(self) -> None:
-        """Ask the actor to close its environments."""
-        if self._actor is not None and ray.is_initialized():
-            self._posted.append(self._actor.end.remote())
+        """Ask the actor to close its environments, and to end."""
+        if self._actor is not None and self._ending is None and ray.is_initialized():
+            self._ending = self._actor.end.remote()
 
     def close(self) -> None:
         """Wait, for some seconds, until the environments are closed, and end the actor."""
-        if self._actor is not None and ray.is_initialized():
-            self.ask_to_close()
-            ray.wait([self._posted[-1]], timeout=GRACE)
+        self.ask_to_close()
+        if self._ending is not None and ray.is_initialized():
+            try:
+                ray.get(self._ending, timeout=GRACE)
+            except ray.exceptions.ActorDiedError:  # or it is about to, which must not be cut short
+                self._let_go()
+            except ray.exceptions.RayError as error:
+                logger.warning("a worker is killed that did not end by itself: %s", _last_line(error))
         self.kill()
 
     def _start(self) -> None:
