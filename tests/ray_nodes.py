@@ -45,10 +45,11 @@ class Nodes:
 
     def __init__(self) -> None:
         self.sandboxes = Folder(Path(tempfile.mkdtemp(prefix="sandboxgym-nodes-")), docker=False)
-        """Traces of the sandboxes on all nodes, which have the variable from this process."""
-        self._patch = pytest.MonkeyPatch()
-        self._patch.setenv("SANDBOXGYM_RUNTIME", str(self.sandboxes.path))
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+        """Traces of the sandboxes on all nodes."""
+        with self._elsewhere():
+            self.cluster = Cluster(
+                initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000}
+            )
         self.nodes = [self.joined(), self.joined()]
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error", configure_logging=False)
 
@@ -57,7 +58,15 @@ class Nodes:
         return str(self.cluster.address)
 
     def joined(self) -> Any:
-        return self.cluster.add_node(num_cpus=4, resources={"env": 4}, object_store_memory=80_000_000)
+        with self._elsewhere():
+            return self.cluster.add_node(num_cpus=4, resources={"env": 4}, object_store_memory=80_000_000)
+
+    @contextlib.contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """Context in which nodes are started, whose sandboxes are in a folder of their own."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SANDBOXGYM_RUNTIME", str(self.sandboxes.path))
+            yield
 
     def with_two(self) -> list[Any]:
         """The nodes of environments, two of them."""
@@ -131,7 +140,6 @@ class Nodes:
         ray.shutdown()
         self.cluster.shutdown()
         self.sandboxes.reap().wait(60)  # of what was killed
-        self._patch.undo()
         shutil.rmtree(self.sandboxes.path, ignore_errors=True)
 
 

@@ -42,6 +42,7 @@ from ray_nodes import (
     until,
     workers_of,
 )
+from sandbox.docker_image import docker_image as docker_image
 
 import sandboxgym
 from sandboxgym.bench.pool import Waiting
@@ -279,6 +280,42 @@ def test_an_image_is_fetched_once_for_all_nodes_and_attracts_workers(
         assert not any(line.endswith(" 0 B") for line in told)
     finally:
         images.close()
+        service.close()
+    assert not internal_kv._internal_kv_list("", namespace="sandboxgym-images")
+
+
+def test_an_image_that_was_brought_to_the_nodes_is_what_the_tasks_of_a_run_are_on(
+    nodes: Nodes, tmp_path: Path, capsys: pytest.CaptureFixture[str], docker_image: str
+) -> None:
+    def docker(*command: str) -> None:
+        subprocess.run(["docker", *command], check=True, capture_output=True)
+
+    def decide(contexts: Sequence[Context]) -> list[Action]:
+        return [Action(("echo $IMAGE_SAYS", "echo more >> notes", "cat notes")[c.depth]) for c in contexts]
+
+    nodes.with_two()
+    service = Service(tmp_path, empty=True)
+    name = service.name
+    options: dict[str, Any] = {"dataset": "mini", "image": name, "max_episode_steps": 3}
+    try:
+        docker("tag", docker_image, name)
+        docker("push", name)
+        docker("rmi", name)  # all nodes of this machine have one daemon
+        with (
+            RayEnvs("sandboxgym/SWEBench-v0", 2, **WHERE, **options) as envs,
+            pytest.raises(SandboxUnavailable, match=f"no Docker image '{name}' on this machine"),
+        ):
+            envs.take().reset(seed=1)
+        command = ["swebench", "images", "slugline-4", "tally-3", "--image", name, "--fleet", nodes.address]
+        assert cli(command) == 0
+        assert len([line for line in capsys.readouterr().out.splitlines() if ": images 1, " in line]) == 2
+        with RayEnvs("sandboxgym/SWEBench-v0", 2, **WHERE, **options) as envs:
+            trees = rollout(envs, decide, ForkAt([1], width=2), tasks=[0, 1])
+        said = [[edge.child.observation for edge in path.edges] for tree in trees for path in tree.paths]
+        assert len(said) == 4 and all("\nmore\n" in steps[-1] for steps in said)
+        assert sum("\nhello\n" in steps[0] for steps in said) == 2
+    finally:
+        subprocess.run(["docker", "rmi", "-f", name], capture_output=True)
         service.close()
     assert not internal_kv._internal_kv_list("", namespace="sandboxgym-images")
 
@@ -658,7 +695,7 @@ def test_a_snapshot_of_another_version_is_refused_and_the_environment_goes_on(
         env.reset(seed=1)
         snap = env.snapshot()
         expected = env.step("look")
-        with pytest.raises(SnapshotMismatch, match="state_version = .*99") as caught:
+        with pytest.raises(SnapshotMismatch, match=r"state_version = .*99") as caught:
             env.restore(here.snapshot())
         assert "\n" not in str(caught.value)
         env.restore(snap)

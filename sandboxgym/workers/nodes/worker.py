@@ -63,7 +63,7 @@ class _Actor:
         late = threading.Timer(GRACE, os._exit, (1,))
         late.daemon = True
         late.start()
-        ray.actor.exit_actor()
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
 
 class RayWorker(Worker):
@@ -213,8 +213,10 @@ class RayWorker(Worker):
                 ray.get(self._ending, timeout=GRACE)
             except ray.exceptions.ActorDiedError:  # or it is about to, which must not be cut short
                 self._let_go()
+            except ray.exceptions.GetTimeoutError:
+                logger.warning("a worker%s is killed: it did not end within %g s", self._where(), GRACE)
             except ray.exceptions.RayError as error:
-                logger.warning("a worker is killed that did not end by itself: %s", _last_line(error))
+                logger.warning("a worker%s is killed: it could not end: %s", self._where(), _last_line(error))
         self.kill()
 
     def _start(self) -> None:
@@ -247,6 +249,9 @@ class RayWorker(Worker):
             self._counts = HostCounts(*counts)
         return outcome_of(self._answers.popleft())
 
+    def _where(self) -> str:
+        return f" on node {self.node[:8]}" if self.node else ""
+
     def _settle_on_node(self) -> None:
         from sandboxgym import __version__
 
@@ -266,7 +271,7 @@ class RayWorker(Worker):
             raise WorkerDied(f"a worker on the cluster failed: {_last_line(error)}") from error
         except ray.exceptions.RayError as error:
             # One that is only unreachable may have executed the calls, so it must not execute them again.
-            where = f" on node {self.node[:8]}" if self.node else ""
+            where = self._where()
             if "creation task" in str(error):  # it never ran
                 place = re.search(r"ip=([^,)]+)", str(error))
                 on = f"node {place[1]}" if place else "a node"
