@@ -34,7 +34,7 @@ from bpo_ref.learning.checkpoint import load_checkpoint
 from bpo_ref.sampling.env_source import ask, env_source
 from bpo_ref.sampling.policy import collect_demonstrations
 from bpo_ref.session import TrainingFailed, TrainingSession
-from sandboxgym.sandbox.base import Limits
+from sandboxgym.sandbox.base import Limits, SandboxUnavailable
 from sandboxgym.task_env import task_count
 from sandboxgym.tree import Action, Envs
 from sandboxgym.tree.lockstep import Lockstep
@@ -343,3 +343,17 @@ def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None
     step = load_checkpoint(tmp_path / "checkpoint")["step"]
     trainer = trained(tmp_path, updates=step + 1, prompts=8, eval_every=10_000, save_every=1, resume=True)
     assert trainer.session.step == step + 1
+
+
+def test_a_sandbox_that_cannot_be_made_ends_a_run_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(*_: Any, **__: Any) -> Any:
+        raise SandboxUnavailable("there is no image")
+
+    trainer = train.Trainer(Args(**{**TINY, "sft_steps": 0, "env_retries": 0}, out=str(tmp_path / "later")))
+    monkeypatch.setattr(WordGame, "reset", unavailable)
+    with pytest.raises(TrainingFailed, match=r"there is no image.*; nothing was saved before$"):
+        trainer.run()
+    with pytest.raises(SystemExit, match=r"^error: there is no image$"):
+        train.train(Args(**TINY, out=str(tmp_path / "at once")))

@@ -30,7 +30,7 @@ _STEPS = 12
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What one loss cost."""
+    """Cost of one loss."""
 
     seconds: float
     """Duration of the step in which it was noticed and mended, beyond that of the other steps."""
