@@ -147,6 +147,29 @@ def test_an_expert_episode_is_played_again(perishing: Any, retries: int, kept: i
             assert len(collect_demonstrations(envs, 4, noise=0.0, seed=0, retries=retries)) == kept
 
 
+@pytest.mark.parametrize("where", ["step", "reset", "make"])
+def test_where_every_environment_fails_before_training_the_run_ends_and_says_why(
+    tmp_path: Path, perishing: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def gone(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("the sandbox is gone")
+
+    perishing(lambda env, action: True)
+    said = "every environment of .* failed: ConnectionError: the sandbox is gone .the first of "
+    if where == "reset":
+        monkeypatch.setattr(Perishing, "reset", gone)
+        said = "Perishing-v0 cannot be reset: ConnectionError: the sandbox is gone "
+    elif where == "make":  # once the first one has failed
+        discard = Envs.discard
+        monkeypatch.setattr(Envs, "discard", lambda envs, env: (discard(envs, env), setattr(envs, "_make", gone)))
+    closed: list[Any] = []
+    close = Envs.close
+    monkeypatch.setattr(Envs, "close", lambda envs: (closed.append(envs), close(envs)))
+    with pytest.raises(SystemExit, match=rf"^error: .*{said}.*env-retries 0 shows where"):
+        train.main(["--config", str(config_file(tmp_path, env_id=FATES)), "--out", str(tmp_path / "run")])
+    assert len(set(map(id, closed))) == 2  # of training and of evaluation
+
+
 def test_without_retries_a_dead_environment_ends_the_run(tmp_path: Path, perishing: Any) -> None:
     perishing(lambda env, action: True)
     with pytest.raises(ConnectionError, match="the sandbox is gone"):

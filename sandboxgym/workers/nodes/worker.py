@@ -115,6 +115,7 @@ class RayWorker(Worker):
         self._ready: Any = None
         self._ending: Any = None
         """Reference to the end of the actor, once it was asked for."""
+        self._end_by = 0.0
         self._posted: deque[Any] = deque()
         self._answers: deque[Answer] = deque()
         self.node: str | None = None
@@ -201,16 +202,16 @@ class RayWorker(Worker):
             ray.kill(actor)
 
     def ask_to_close(self) -> None:
-        """Ask the actor to close its environments, and to end."""
-        if self._actor is not None and self._ending is None and ray.is_initialized():
-            self._ending = self._actor.end.remote()
+        """Ask the actor to close its environments, and to end; one that does not run has none."""
+        if self._ending is None and ray.is_initialized() and self.ready:
+            self._ending, self._end_by = self._actor.end.remote(), time.monotonic() + GRACE
 
     def close(self) -> None:
-        """Wait, for some seconds, until the environments are closed, and end the actor."""
+        """End the actor, some seconds after it was asked to close its environments at the latest."""
         self.ask_to_close()
         if self._ending is not None and ray.is_initialized():
             try:
-                ray.get(self._ending, timeout=GRACE)
+                ray.get(self._ending, timeout=max(0.0, self._end_by - time.monotonic()))
             except ray.exceptions.ActorDiedError:  # or it is about to, which must not be cut short
                 self._let_go()
             except ray.exceptions.GetTimeoutError:
