@@ -57,9 +57,12 @@ class Nodes:
     def address(self) -> str:
         return str(self.cluster.address)
 
-    def joined(self) -> Any:
+    def joined(self, labels: dict[str, str] | None = None, **resources: float) -> Any:
         with self._elsewhere():
-            return self.cluster.add_node(num_cpus=4, resources={"env": 4}, object_store_memory=80_000_000)
+            resources |= {"env": 4}
+            return self.cluster.add_node(
+                num_cpus=4, resources=resources, labels=labels or {}, object_store_memory=80_000_000
+            )
 
     @contextlib.contextmanager
     def _elsewhere(self) -> Iterator[None]:

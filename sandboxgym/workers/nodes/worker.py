@@ -76,6 +76,7 @@ class RayWorker(Worker):
         memory: bytes that Ray sets aside for it.
         labels: of the nodes that may hold it, by Ray's label selectors, such as ``{"images": "swebench"}``.
         node: id of a node to be on. Where it is gone or to be avoided, Ray chooses another.
+        spill: Ray does so, too, where the node has no room now.
         avoid: gives the ids of nodes that it must not be on, when it is asked for.
         suspect: is given the id of its node where a call took too long: the node may be frozen or cut off.
     """
@@ -91,6 +92,7 @@ class RayWorker(Worker):
         memory: int | None = None,
         labels: Mapping[str, str] | None = None,
         node: str | None = None,
+        spill: bool = False,
         avoid: Callable[[], Collection[str]] = tuple,
         suspect: Callable[[str], object] | None = None,
     ) -> None:
@@ -110,7 +112,8 @@ class RayWorker(Worker):
         if node is not None:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-            self._options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+            there = NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=spill)
+            self._options["scheduling_strategy"] = there
         self._actor: Any = None
         self._ready: Any = None
         self._ending: Any = None
