@@ -34,6 +34,7 @@ from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.learning.models import load_policy
 from bpo_ref.presets import PRESETS
+from bpo_ref.running.environments import opened
 from bpo_ref.running.progress import learning_rate_factor
 from bpo_ref.sampling.env_source import labels_of, limits_of, needs_of
 from bpo_ref.sampling.policy import collect_demonstrations
@@ -221,6 +222,14 @@ def test_snapshots_that_stay_in_worker_processes_give_the_same_run(finished: Pat
 def test_settings_of_workers_are_refused_where_there_are_none(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}: .*envs"):
         resolved(Args(**settings))
+
+
+@pytest.mark.parametrize("content", ["thesis.tex", "format.json"])
+def test_a_store_that_is_none_of_this_version_is_refused_with_a_sentence(tmp_path: Path, content: str) -> None:
+    (tmp_path / content).write_text('{"format": "sandboxgym-snapshots", "version": 99}')
+    args = Args(**TINY, envs="process", env_workers=1, env_store=str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"^env_store: expected [^\n]* {tmp_path}[^\n]*$"):
+        opened(args, "env_kwargs")
 
 
 @pytest.mark.parametrize(
