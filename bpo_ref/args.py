@@ -14,6 +14,7 @@ from bpo_ref.presets import DEFAULTS, PRESETS
 from bpo_ref.running.environments import refuse_before_loading
 from bpo_ref.sampling.backends import BackendName
 from bpo_ref.sampling.driver import DriverName, only_lockstep
+from bpo_ref.sampling.env_source import labels_of, limits_of, needs_of
 from bpo_ref.sampling.vllm import VllmEngine
 from sandboxgym.adapters.prompts import PromptName
 from sandboxgym.arguments import parse_arguments
@@ -81,6 +82,13 @@ class Args:
     let a step take by default, and at least ten minutes for a reset."""
     ray_address: str | None = None
     """Address of the Ray cluster, such as ``ray://host:10001``. None: ``$RAY_ADDRESS``, else one of this machine."""
+    env_resources: tuple[str, ...] = ()
+    """Needs of each worker on the cluster, as name=value: CPU (0.1), memory in bytes, and resources that were given to
+    the nodes which may hold it (sandbox=1)."""
+    env_labels: tuple[str, ...] = ()
+    """Labels of the cluster's nodes that may hold workers, as name=value: v, !v, in(v,w) or !in(v,w)."""
+    env_limits: tuple[str, ...] = ()
+    """Limits of each node of the cluster, as name=value: environments, creations_per_second, snapshot_bytes."""
     env_store: str | None = None
     """Directory or URL that all workers reach: snapshots stay in their worker, with durable copies there, made in the
     background. For sandboxes. None: every snapshot is sent as bytes."""
@@ -662,8 +670,14 @@ def check_ranges(args: Args) -> None:
     for name, default in (("env_store_every", 1), ("env_store_bandwidth", 0.0)):
         if args.env_store is None and getattr(args, name) != default:
             raise ConfigError(f"{name}: there is no store of snapshots; set env_store, and envs to process or ray")
-    if args.ray_address is not None and args.envs != "ray":
-        raise ConfigError(f"ray_address: expected it with envs=ray alone, found envs={args.envs}")
+    for name in ("ray_address", "env_resources", "env_labels", "env_limits"):
+        if getattr(args, name) not in (None, ()) and args.envs != "ray":
+            raise ConfigError(f"{name}: expected it with envs=ray alone, found envs={args.envs}")
+    for name, read in (("env_resources", needs_of), ("env_labels", labels_of), ("env_limits", limits_of)):
+        try:
+            read(getattr(args, name))
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}") from None
 
 
 def check_combinations(args: Args) -> None:

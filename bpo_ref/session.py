@@ -62,9 +62,12 @@ from bpo_ref.sampling.masks import VERDICTS
 from bpo_ref.sampling.policy import AsyncChatPolicy, ChatPolicy, collect_demonstrations, read_demonstrations
 from sandboxgym.adapters.prompts import make_prompt
 from sandboxgym.arguments import parse_arguments
+from sandboxgym.sandbox.base import SandboxUnavailable
 from sandboxgym.system.atomic import write_atomic
 from sandboxgym.tree import Failure
+from sandboxgym.tree.envs import described
 from sandboxgym.tree.journal import Journal
+from sandboxgym.workers.env_host import FleetError, WorkerDied
 
 Item = TypeVar("Item")
 
@@ -82,6 +85,9 @@ class Interrupted(Exception):
     def __init__(self, number: int) -> None:
         super().__init__(number)
         self.number = number
+
+
+_SHOW_WHERE = "--env-retries 0 shows where"
 
 
 class TrainingFailed(Exception):
@@ -121,7 +127,23 @@ class TrainingSession:
         except BaseException:
             self.envs.close()
             raise
-        self.args = args = resolved(args, keyed=gives_key(self.envs))
+        try:
+            self._set_up(given, args)
+        except BaseException:
+            self._let_go()
+            raise
+
+    def _set_up(self, given: Args, args: Args) -> None:
+        """Read or make the state of the run, once there are environments."""
+        try:
+            keyed = gives_key(self.envs)
+        except (SandboxUnavailable, FleetError, WorkerDied, TimeoutError):
+            raise  # with a sentence
+        except Exception as error:  # environments raise any type of error
+            if not args.env_retries:
+                raise
+            raise TrainingFailed(f"{args.env_id} cannot be reset: {described(error)} ({_SHOW_WHERE})") from error
+        self.args = args = resolved(args, keyed=keyed)
         if args.credit == "gigpo" and not first_info(self.envs).get("state_hash"):
             raise ConfigError(f"credit: gigpo needs info['state_hash'], which {args.env_id} does not give")
         if args.lookahead and not first_info(self.envs).get("admissible_commands"):
@@ -276,9 +298,9 @@ class TrainingSession:
         """
         try:
             yield
-        except (TrainingFailed, torch.OutOfMemoryError, RuntimeError) as error:
+        except (TrainingFailed, SandboxUnavailable, torch.OutOfMemoryError, RuntimeError) as error:
             full = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-            if not full and not isinstance(error, (TrainingFailed, EngineError)):
+            if not full and not isinstance(error, (TrainingFailed, SandboxUnavailable, FleetError, EngineError)):
                 raise
             advice = "smaller --micro-tokens, --gradient-checkpointing True or fewer --prompts need less"
             what = f"out of memory in {self.stage} step {self.step + 1}: {advice}" if full else str(error)
@@ -309,9 +331,12 @@ class TrainingSession:
 
     def close(self) -> None:
         """Close environments and logs."""
+        self.log.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self.envs.close()
         self.eval_envs.close()
-        self.log.close()
         if self._servers is not None:
             self._servers.close()
         if self._lock is not None:
@@ -485,6 +510,7 @@ class TrainingSession:
         path = self.out / "demonstrations.jsonl"
         if self.accelerator.is_main_process and not (args.resume and path.exists()):
             bar = Progress("expert episodes", args.sft_episodes, lines=10)
+            failures: list[Failure] = []
             episodes = collect_demonstrations(
                 self.envs,
                 args.sft_episodes,
@@ -494,9 +520,14 @@ class TrainingSession:
                 expert_kwargs=expert_kwargs,
                 prompt=self.prompt,
                 retries=args.env_retries,
+                failures=failures,
                 progress=lambda more: bar.advance(bar.done + more),
             )
             bar.close()
+            if sum(failure.dropped for failure in failures) == args.sft_episodes:
+                raise TrainingFailed(
+                    f"every environment of {args.env_id} failed: {described_failures(failures)} ({_SHOW_WHERE})"
+                )
             if not episodes:
                 raise ConfigError(f"sft_episodes: none of {args.sft_episodes} is good enough (sft_reward)")
             write_atomic(path, "".join(json.dumps(episode) + "\n" for episode in episodes).encode())

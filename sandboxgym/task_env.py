@@ -183,6 +183,9 @@ class EnvCard:
     """Seconds that a step may take by the environment's own limits, with its default arguments; 0: it only computes."""
     probes: str = ""
     """Hook: a tuple of functions, each of which returns a finding for ``sandboxgym doctor``."""
+    images: str = ""
+    """Hook: a function of the environment's arguments, those given, that returns the container images of its tasks, by
+    name; empty if they need none."""
     clear_cache: str = ""
     """Hook: a function of ``dry_run`` that clears those caches whose entries processes may use, and returns a
     `run_directories.Leftover` per entry, with a ``note`` for those in use."""

@@ -160,6 +160,17 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 1 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]).returncode:
+        missing("mount", "this process cannot mount a disk")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
     """A Chromium without windows; each test opens contexts of its own in it."""

@@ -34,9 +34,9 @@ def layer(name: str, text: str) -> tuple[bytes, bytes]:
 
 
 class Service:
-    """A registry in a process of its own, with one image of three layers."""
+    """A registry in a process of its own, with one image of three layers, or ``empty``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, empty: bool = False) -> None:
         program = shutil.which("docker-registry")
         if program is None:
             missing("registry", "there is no docker-registry command")
@@ -59,7 +59,8 @@ class Service:
             except OSError:
                 assert time.monotonic() < deadline and self.process.poll() is None
                 time.sleep(0.05)
-        self._push()
+        if not empty:
+            self._push()
 
     def _push(self) -> None:
         layers = [layer(f"file-{index}", f"content {index} of {os.getpid()}" * 1000) for index in range(3)]

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import pickle
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from sandboxgym.bench.tools.traces import Folder
 from sandboxgym.sandbox import process_table
 from sandboxgym.tree import Action, Context, Failure, ForkAt, RolloutTree, rollout
 from sandboxgym.tree.journal import Journal
@@ -23,6 +29,7 @@ from sandboxgym.workers.store import SnapshotStore
 
 try:
     import ray
+    from ray._private.internal_api import get_memory_info_reply, get_state_from_address
     from ray.cluster_utils import Cluster
     from ray.experimental import internal_kv
 except ModuleNotFoundError:
@@ -37,7 +44,12 @@ class Nodes:
     """A cluster of a head, which has no room for workers, and nodes that come and go."""
 
     def __init__(self) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+        self.sandboxes = Folder(Path(tempfile.mkdtemp(prefix="sandboxgym-nodes-")), docker=False)
+        """Traces of the sandboxes on all nodes."""
+        with self._elsewhere():
+            self.cluster = Cluster(
+                initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000}
+            )
         self.nodes = [self.joined(), self.joined()]
         ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error", configure_logging=False)
 
@@ -45,8 +57,19 @@ class Nodes:
     def address(self) -> str:
         return str(self.cluster.address)
 
-    def joined(self) -> Any:
-        return self.cluster.add_node(num_cpus=4, resources={"env": 4}, object_store_memory=80_000_000)
+    def joined(self, labels: dict[str, str] | None = None, **resources: float) -> Any:
+        with self._elsewhere():
+            resources |= {"env": 4}
+            return self.cluster.add_node(
+                num_cpus=4, resources=resources, labels=labels or {}, object_store_memory=80_000_000
+            )
+
+    @contextlib.contextmanager
+    def _elsewhere(self) -> Iterator[None]:
+        """Context in which nodes are started, whose sandboxes are in a folder of their own."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("SANDBOXGYM_RUNTIME", str(self.sandboxes.path))
+            yield
 
     def with_two(self) -> list[Any]:
         """The nodes of environments, two of them."""
@@ -94,6 +117,21 @@ class Nodes:
         rows = process_table.table(only=below.__contains__)
         return [row.command for row in rows if row.runs and row.command.startswith("ray::_")]
 
+    def traces(self) -> dict[str, Any]:
+        """What owners have on the nodes, and what this process holds of it."""
+        gc.collect()  # an exception keeps what its frames have, and is often part of a cycle
+        alive = [row for row in ray._private.state.actors().values() if row["State"] != "DEAD"]
+        groups = [row for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
+        stores = get_memory_info_reply(get_state_from_address(self.address)).store_stats
+        return {
+            "actors": len(alive),
+            "placement groups": len(groups),
+            "left": self.left(),
+            "references": len(ray._private.worker.global_worker.core_worker.get_all_reference_counts()),
+            "objects": (stores.num_local_objects, stores.object_store_bytes_used),
+            "sandboxes": self.sandboxes.count(),
+        }
+
     def left(self) -> list[str]:
         """Actors, and rows in the table of the head, that no owner ended; those of killed ones go after a while."""
         fleet_status()  # deletes the reports of owners that were killed
@@ -104,6 +142,8 @@ class Nodes:
     def end(self) -> None:
         ray.shutdown()
         self.cluster.shutdown()
+        self.sandboxes.reap().wait(60)  # of what was killed
+        shutil.rmtree(self.sandboxes.path, ignore_errors=True)
 
 
 def policy(contexts: Sequence[Context]) -> list[Action]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -29,6 +30,7 @@ from image_service import Service
 from ports import free_port
 from ray_nodes import (
     STEPS,
+    TASKS,
     TINY,
     WHERE,
     WORDS,
@@ -38,13 +40,18 @@ from ray_nodes import (
     fleet_of,
     grown,
     plain,
+    policy,
     stored_files,
     until,
     workers_of,
 )
+from sandbox.docker_image import docker_image as docker_image
 
 import sandboxgym
+from bpo_ref.sampling.driver import roll_out
+from sandboxgym.bench.pool import Waiting
 from sandboxgym.cli import main as cli
+from sandboxgym.errors import SnapshotMismatch, StoreFull
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import SandboxUnavailable
 from sandboxgym.tree import Action, Context, Envs, Failure, ForkAt, rollout
@@ -85,6 +92,19 @@ def nodes() -> Iterator[Nodes]:
     made = Nodes()
     yield made
     made.end()
+
+
+@pytest.fixture
+def nothing_left(nodes: Nodes) -> Iterator[None]:
+    """What owners have on the nodes is the same before and after a test."""
+    nodes.with_two()
+    until(lambda: not nodes.left())  # of the test before
+    before = nodes.traces()
+    yield
+    deadline = time.monotonic() + 60
+    while (now := nodes.traces()) != before and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert now == before
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +169,56 @@ def test_a_killed_node_changes_no_tree(nodes: Nodes, local: Any, number: int) ->
         await_all(envs)
         lost: list[Failure] = []
         assert grown(envs, At(number, lambda: nodes.kill(doomed, workers_of(envs))), lost) == local
+        assert lost and not any(failure.dropped for failure in lost)
+
+
+class OneByOne:
+    """A policy of one path at a time, whose answers take different times, and which calls a function at one of them."""
+
+    def __init__(self, number: int = 0, function: Any = None) -> None:
+        self.number, self.function, self.calls = number, function, 0
+
+    async def __call__(self, context: Context) -> Action:
+        self.calls += 1
+        if self.calls == self.number:
+            self.function()
+        await asyncio.sleep(self.calls % 5 / 200)
+        return policy([context])[0]
+
+    def release(self, path: tuple[int, Any]) -> None:
+        pass
+
+
+def grown_by_themselves(envs: Any, decide: OneByOne, failures: list[Failure]) -> Any:
+    options: dict[str, Any] = {"tasks": TASKS, "seed": (3,), "retries": 3, "failures": failures}
+    return plain(roll_out(envs, decide, ForkAt([2, 5], width=3), by_itself=True, **options))
+
+
+@pytest.mark.parametrize("kept", [False, True], ids=["bytes", "store"])
+def test_paths_that_advance_by_themselves_grow_the_trees_of_lockstep(
+    nodes: Nodes, local: Any, tmp_path: Path, kept: bool
+) -> None:
+    nodes.with_two()
+    with fleet_of(4, store=tmp_path / "store" if kept else None) as envs:
+        await_all(envs)
+        lost: list[Failure] = []
+        assert grown_by_themselves(envs, OneByOne(), lost) == local and not lost
+
+
+@pytest.mark.parametrize("way", ["killed", "killed with a store", "frozen"])
+def test_paths_that_advance_by_themselves_outlive_a_node(nodes: Nodes, local: Any, tmp_path: Path, way: str) -> None:
+    doomed = nodes.with_two()[0]
+    options: dict[str, Any] = {"timeout": 5.0, "reset_timeout": 60.0} if way == "frozen" else {}
+    options |= {"store": tmp_path / "store"} if way.endswith("store") else {}
+    with fleet_of(4, **options) as envs, contextlib.ExitStack() as stack:
+        await_all(envs)
+        lose = (
+            stack.enter_context(nodes.freezing(doomed))
+            if way == "frozen"
+            else lambda: nodes.kill(doomed, workers_of(envs))
+        )
+        lost: list[Failure] = []
+        assert grown_by_themselves(envs, OneByOne(60, lose), lost) == local
         assert lost and not any(failure.dropped for failure in lost)
 
 
@@ -268,6 +338,42 @@ def test_an_image_is_fetched_once_for_all_nodes_and_attracts_workers(
     assert not internal_kv._internal_kv_list("", namespace="sandboxgym-images")
 
 
+def test_an_image_that_was_brought_to_the_nodes_is_what_the_tasks_of_a_run_are_on(
+    nodes: Nodes, tmp_path: Path, capsys: pytest.CaptureFixture[str], docker_image: str
+) -> None:
+    def docker(*command: str) -> None:
+        subprocess.run(["docker", *command], check=True, capture_output=True)
+
+    def decide(contexts: Sequence[Context]) -> list[Action]:
+        return [Action(("echo $IMAGE_SAYS", "echo more >> notes", "cat notes")[c.depth]) for c in contexts]
+
+    nodes.with_two()
+    service = Service(tmp_path, empty=True)
+    name = service.name
+    options: dict[str, Any] = {"dataset": "mini", "image": name, "max_episode_steps": 3}
+    try:
+        docker("tag", docker_image, name)
+        docker("push", name)
+        docker("rmi", name)  # all nodes of this machine have one daemon
+        with (
+            RayEnvs("sandboxgym/SWEBench-v0", 2, **WHERE, **options) as envs,
+            pytest.raises(SandboxUnavailable, match=f"no Docker image '{name}' on this machine"),
+        ):
+            envs.take().reset(seed=1)
+        command = ["swebench", "images", "slugline-4", "tally-3", "--image", name, "--fleet", nodes.address]
+        assert cli(command) == 0
+        assert len([line for line in capsys.readouterr().out.splitlines() if ": images 1, " in line]) == 2
+        with RayEnvs("sandboxgym/SWEBench-v0", 2, **WHERE, **options) as envs:
+            trees = rollout(envs, decide, ForkAt([1], width=2), tasks=[0, 1])
+        said = [[edge.child.observation for edge in path.edges] for tree in trees for path in tree.paths]
+        assert len(said) == 4 and all("\nmore\n" in steps[-1] for steps in said)
+        assert sum("\nhello\n" in steps[0] for steps in said) == 2
+    finally:
+        subprocess.run(["docker", "rmi", "-f", name], capture_output=True)
+        service.close()
+    assert not internal_kv._internal_kv_list("", namespace="sandboxgym-images")
+
+
 def test_siblings_start_beside_the_snapshot_that_they_fork(nodes: Nodes) -> None:
     nodes.with_two()
     with fleet_of(4) as envs:
@@ -280,6 +386,7 @@ def test_siblings_start_beside_the_snapshot_that_they_fork(nodes: Nodes) -> None
         assert {env.worker.node for env in near} == {first.worker.node}  # type: ignore[attr-defined]
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_environments_beyond_the_limits_of_the_nodes_are_refused(nodes: Nodes) -> None:
     nodes.with_two()
     with fleet_of(2, limits=Limits(environments=2)) as envs:
@@ -392,6 +499,34 @@ def test_an_owner_that_was_killed_is_continued_from_its_journal_by_another(
     assert not stored_files(store)
 
 
+@pytest.mark.parametrize("kind", ["directory", "cluster"])
+def test_what_a_killed_owner_holds_can_be_ended_at_once(
+    nodes: Nodes, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str
+) -> None:
+    nodes.with_two()
+    place = str(tmp_path / "store") if kind == "directory" else "ray-objects://killed"
+    code = (
+        "import os, signal; from sandboxgym.workers.fleet import RayEnvs\n"
+        f"envs = RayEnvs('sandboxgym/ALFWorld-v0', 1, address='{nodes.address}', resources={{'env': 0.01}}, "
+        f"store='{place}')\n"
+        "env = envs.take(); env.reset(seed=1); snap = env.snapshot(); snap.kept.prepare()\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == -signal.SIGKILL
+    assert cli(["fleet", "release", place]) == 0
+    (lease, summary) = capsys.readouterr().out.splitlines()[-2:]
+    name, _, told = lease.partition(": ")
+    assert told == "ends in 60 min, snapshots 1" and summary.startswith(f"1 leases in {place}, which holds ")
+    assert cli(["fleet", "release", place, "other"]) == 1
+    assert f"fleet: expected leases among {name}, found other\n" in capsys.readouterr().err
+    assert cli(["fleet", "release", place, *([name] if kind == "directory" else ["--all"])]) == 0
+    assert capsys.readouterr().out.startswith("ended 1 leases, deleted 1 snapshots, ")
+    if kind == "directory":
+        files = {path.name for path in (tmp_path / "store").glob("**/*") if path.is_file()}
+        assert files <= {"format.json", "lock", "swept"}
+    until(lambda: not ray.util.list_named_actors(all_namespaces=True))
+
+
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Folder of a run whose environments are in its process."""
@@ -442,6 +577,85 @@ def test_a_run_whose_node_is_killed_in_the_middle_ends_with_the_weights_of_one_t
     rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert sum(row.get("rollout/env_failures", 0) for row in rows) > 0
     assert outcome(tmp_path) == outcome(undisturbed)
+
+
+@pytest.fixture
+def third(nodes: Nodes) -> Iterator[Any]:
+    """A third node, which alone has the resource ``sandbox`` and the label ``zone=a``."""
+    nodes.with_two()
+    node = nodes.joined({"zone": "a"}, sandbox=4)
+    nodes.cluster.wait_for_nodes()
+    yield node
+    nodes.cluster.remove_node(node)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"env_resources": ("sandbox=1", "CPU=0.5", "memory=1e7")}, {"env_labels": ("zone=a",)}],
+    ids=["resource", "label"],
+)
+def test_a_run_has_its_workers_on_nodes_with_what_they_need(
+    nodes: Nodes, third: Any, undisturbed: Path, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    from bpo_ref.args import Args
+    from bpo_ref.train import Trainer
+
+    settings |= {"envs": "ray", "env_workers": 2, "env_limits": ("environments=64",), "out": str(tmp_path)}
+    trainer = Trainer(Args(**TINY, **settings))
+    for envs in (trainer.session.envs, trainer.session.eval_envs):
+        assert isinstance(envs, RayEnvs)
+        await_all(envs)
+        envs.tend()
+        assert [worker.node for worker in workers_of(envs)] == [third.node_id] * 2
+        assert envs._gate is not None and envs._gate.limits == Limits(environments=64)
+    if "env_resources" in settings:
+        left = ray._private.state.available_resources_per_node()[third.node_id]
+        assert left.get("sandbox", 0.0) == 0 and left["CPU"] == 2.0
+    trainer.run()
+    assert outcome(tmp_path) == outcome(undisturbed)
+
+
+def test_a_run_prefers_the_node_that_has_the_images_of_its_tasks_and_uses_others_where_that_is_full(
+    nodes: Nodes, third: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bpo_ref.sampling.env_source import env_source
+
+    service = Service(tmp_path)
+    here = partial(FleetImages, str(tmp_path / "parts"), load=False)
+    monkeypatch.setattr(images_on_nodes, "FleetImages", here)
+    arguments = ["dataset=mini", f"image={service.name}"]
+    options: dict[str, Any] = {"max_turns": 3, "place": "ray", "resources": ["env=0.01", "CPU=1"]}
+    try:
+        with contextlib.closing(here(resources={"env": 0.01})) as images:
+            images.prefetch([service.name], nodes=[third.node_id])
+        service.close()  # which nobody asks when a run begins
+        with env_source("sandboxgym/SWEBench-v0", arguments, workers=5, **options) as envs:
+            assert isinstance(envs, RayEnvs)
+            await_all(envs)
+            envs.tend()
+            counts = Counter(worker.node for worker in workers_of(envs))
+            assert counts[third.node_id] == 4 and len(counts) == 2
+        with env_source("sandboxgym/SWEBench-v0", ["dataset=mini"], workers=3, **options) as envs:
+            await_all(envs)  # type: ignore[arg-type]
+            assert len({worker.node for worker in workers_of(envs)}) > 1  # type: ignore[arg-type]
+    finally:
+        service.close()
+    assert not internal_kv._internal_kv_list("", namespace="sandboxgym-images")
+
+
+def test_a_limit_of_a_run_holds_on_every_node(nodes: Nodes, third: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from bpo_ref.sampling.env_source import env_source
+
+    options: dict[str, Any] = {"max_turns": STEPS, "place": "ray", "resources": ["env=0.01"], "workers": 6}
+    with env_source("sandboxgym/ALFWorld-v0", [], limits=["environments=1"], **options) as envs:
+        assert isinstance(envs, RayEnvs) and envs._gate is not None
+        await_all(envs)
+        assert len({worker.node for worker in workers_of(envs)}) == 3
+        taken: list[Any] = [envs.take() for _ in range(3)]
+        assert {env.worker.node for env in taken} == {worker.node for worker in workers_of(envs)}
+        envs._gate._deadline = 0.3
+        with pytest.raises(FleetFull, match=r"has 1 of 1 environments; node"):
+            envs.take()
 
 
 def test_a_trainer_that_is_killed_within_an_update_ends_with_the_weights_and_trees_of_one_that_was_not(
@@ -522,11 +736,13 @@ def test_a_call_that_hangs_ends_its_worker(nodes: Nodes) -> None:
     env.close()
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_a_cluster_without_room_is_told_in_a_sentence(nodes: Nodes) -> None:
     with pytest.raises(FleetError, match="room"), fleet_of(1, resources={"unheard_of": 1}, create_timeout=2.0) as envs:
         envs.take()
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_a_node_without_the_package_is_told_in_a_sentence(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     class Actor(worker_on_node._Actor):
         pass
@@ -546,6 +762,7 @@ def test_a_node_without_the_package_is_told_in_a_sentence(nodes: Nodes, monkeypa
     assert time.monotonic() - began < WHERE["create_timeout"]
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_a_node_with_another_version_of_the_package_is_told_in_a_sentence(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -578,6 +795,7 @@ def test_a_node_without_what_the_environment_needs_is_left_alone(nodes: Nodes, l
         assert any("cannot make the environment: it needs a daemon" in worker.unfit for worker in workers_of(envs))
 
 
+@pytest.mark.usefixtures("nothing_left")
 def test_nodes_that_all_lack_what_the_environment_needs_are_told_in_a_sentence(nodes: Nodes) -> None:
     everywhere = [node.node_id for node in nodes.with_two()]
     with (
@@ -588,6 +806,79 @@ def test_nodes_that_all_lack_what_the_environment_needs_are_told_in_a_sentence(n
         envs.take()
 
 
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize(
+    ("refusal", "arguments"),
+    [
+        (r"Environment `ALFWord` doesn't exist", {"env": "sandboxgym/ALFWord-v0"}),
+        (r"quantity of resource env cannot be negative", {"resources": {"env": -1}}),
+        (r"unexpected keyword argument 'gmaes'", {"gmaes": "embedded"}),
+        (r"expected at least one worker, found workers=0", {"workers": 0}),
+        (r"expected an empty directory or a store of snapshots, found other files in ", {"store": "others"}),
+        (r"expected a store of snapshots of version 1 in .*, found .*99", {"store": "later"}),
+        (r"expected ray-objects://NAME", {"store": "ray-objects://a b"}),
+    ],
+    ids=["environment", "resources", "argument", "workers", "files of others", "store of a later version", "name"],
+)
+def test_what_is_refused_leaves_nothing_on_the_nodes(
+    nodes: Nodes, tmp_path: Path, refusal: str, arguments: dict[str, Any]
+) -> None:
+    for name in ("others", "later"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "others" / "thesis.tex").touch()
+    (tmp_path / "later" / "format.json").write_text('{"format": "sandboxgym-snapshots", "version": 99}')
+    place = arguments.get("store", "ray-objects://refused")
+    there = place if "://" in place else str(tmp_path / place)
+    options: dict[str, Any] = {"env": "sandboxgym/ALFWorld-v0", "workers": 2, **WHERE, **arguments, "store": there}
+    with pytest.raises(Exception, match=refusal) as caught, RayEnvs(**options) as envs:
+        envs.take()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("image", ["dir:/nowhere", "127.0.0.1:9/nobody/has:this"])
+def test_a_sandbox_whose_image_no_node_has_is_told_in_a_sentence(nodes: Nodes, image: str) -> None:
+    with RayEnvs("sandboxgym/SWEBench-v0", 2, dataset="mini", image=image, **WHERE) as envs:  # type: ignore[arg-type]
+        with pytest.raises((ValueError, SandboxUnavailable), match=image) as caught:
+            envs.take().reset(seed=1)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_snapshot_of_another_version_is_refused_and_the_environment_goes_on(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here: Any = gym.make("sandboxgym/ALFWorld-v0", max_episode_steps=STEPS)
+    monkeypatch.setattr(type(here.unwrapped), "state_version", 99)
+    here.reset(seed=1)
+    with fleet_of(2) as envs:
+        env: Any = envs.take()
+        env.reset(seed=1)
+        snap = env.snapshot()
+        expected = env.step("look")
+        with pytest.raises(SnapshotMismatch, match=r"state_version = .*99") as caught:
+            env.restore(here.snapshot())
+        assert "\n" not in str(caught.value)
+        env.restore(snap)
+        assert env.step("look") == expected
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_store_without_room_costs_durable_copies_and_nothing_else(nodes: Nodes, disk: Path) -> None:
+    make = partial(Waiting, 0.0, 3_000_000)
+    with RayEnvs(make, 2, store=disk / "store", **WHERE) as envs:  # type: ignore[arg-type]
+        env: Any = envs.take()
+        env.reset(seed=1)
+        snap = env.snapshot()
+        with pytest.raises(StoreFull, match=f"{disk}/store has no room for 3,.* more bytes of a snapshot"):
+            snap.kept.prepare()
+        near: Any = envs.take_near(snap)
+        near.restore(snap)
+        assert near.step("on")[0] == env.step("on")[0] == "on"
+    assert not stored_files(disk / "store")
+
+
+@pytest.mark.usefixtures("nothing_left")
 def test_a_cluster_of_another_version_is_told_in_a_sentence(nodes: Nodes) -> None:
     code = (
         "import ray._private.utils as utils; utils.compute_version_info = lambda: ('2.1.0', '3.9.1')\n"

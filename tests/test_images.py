@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ from components import missing
 from image_service import Service, digest_of
 
 from sandboxgym.errors import StoreFull
+from sandboxgym.registration import card_of, hook
 from sandboxgym.sandbox.images import pull
 from sandboxgym.sandbox.images.cache import LayerCache
 from sandboxgym.sandbox.images.registry import Blob, Image, ImageError, Registry
@@ -370,3 +372,39 @@ def test_tasks_say_which_images_they_need() -> None:
 
     rows = [{"image": "a"}, Task(), {"image": "a"}, {}, {"image": None}, {"image": "host"}, {"image": "dir:/srv/root"}]
     assert images_of(rows) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("env_id", "arguments", "names"),
+    [
+        ("SWEBench-v0", {}, []),
+        ("SWEBench-v0", {"image": "registry/python:3", "tools": "bash"}, ["registry/python:3"]),
+        ("SWEBench-v0", {"image": "dir:/srv/root"}, []),
+        ("Harbor-v0", {}, []),
+        ("Harbor-v0", {"image": "docker:registry/base:1"}, ["registry/base:1"]),
+        ("Harbor-v0", {"tasks": "TASK"}, ["registry/task:2"]),
+        ("Harbor-v0", {"tasks": "TASK", "image": "host"}, []),
+    ],
+)
+def test_cards_name_the_images_of_the_tasks(
+    tmp_path: Path, env_id: str, arguments: dict[str, Any], names: list[str]
+) -> None:
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test.sh").touch()
+    (tmp_path / "instruction.md").write_text("Do it.")
+    (tmp_path / "task.toml").write_text('version = "1.0"\n[environment]\ndocker_image = "registry/task:2"\n')
+    arguments = {name: str(tmp_path) if value == "TASK" else value for name, value in arguments.items()}
+    assert hook(card_of(env_id).images)(**arguments) == names
+
+
+def test_what_a_node_has_of_images_is_known_without_a_registry(tmp_path: Path) -> None:
+    cache = LayerCache(tmp_path)
+    contents = [os.urandom(100 * n) for n in (1, 2, 3)]
+    parts = [Blob(f"sha256:{hashlib.sha256(data).hexdigest()}", len(data)) for data in contents]
+    for part, data in zip(parts, contents, strict=True):
+        cache.put(part, [data])
+    cache.note(Image("one", parts[0], (parts[1],)))
+    cache.note(Image("two", parts[2], (parts[1],)))
+    assert [cache.nbytes_of(names) for names in ([], ["one"], ["one", "two"], ["three"])] == [0, 300, 600, 0]
+    (tmp_path / parts[1].digest.removeprefix("sha256:")).unlink()
+    assert cache.nbytes_of(["one", "two"]) == 400 and cache.digests() == {parts[0].digest, parts[2].digest}

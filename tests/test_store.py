@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from components import missing
 from gymnasium.error import DependencyNotInstalled
 from keepers import pretended
 from stored_envs import CHUNK, Notebook, Shell, three_pages
@@ -506,15 +505,21 @@ def test_a_disk_that_gets_full_on_the_way_is_a_typed_error(
     assert not files(here, "incoming")
 
 
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 1 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]).returncode:
-        missing("mount", "this process cannot mount a disk")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def test_leases_of_killed_owners_are_released_and_nothing_that_others_hold_or_write(
+    env: Notebook, tmp_path: Path
+) -> None:
+    store = SnapshotStore(tmp_path)
+    killed, lives = (store.lease(name, seconds=60.0) for name in ("killed", "lives"))
+    key = store.put(env.snapshot(), lease=killed).key
+    store.lease("ended", seconds=-1.0)
+    assert {name: left > 0 for name, left in store.leases().items()} == {"ended": False, "killed": True, "lives": True}
+    assert store.release(["killed"]) == (0, 0, 0) and key in store  # it may be what another is writing
+    assert set(store.leases()) == {"lives"}
+    lives.release()
+    kept = store.put(env.snapshot()).key
+    assert store.release([]).snapshots == 0
+    store.delete(kept)
+    assert store.release([]).snapshots == 2 - (kept == key) and not store.nbytes()
 
 
 def test_a_full_disk_is_a_typed_error_and_what_was_there_can_be_read(env: Notebook, disk: Path) -> None:

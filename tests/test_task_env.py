@@ -240,7 +240,9 @@ def test_every_environment_has_the_card_it_is_registered_with() -> None:
         assert card.system_prompt and (card.data_sets or card.ready) and card.caches
         assert gym.spec(env_id).entry_point is not None
         assert registration._declared(gym.spec(env_id)) == card
-        for hook in filter(None, (card.probes, card.clear_cache, *(dataset.check for dataset in card.data_sets))):
+        for hook in filter(
+            None, (card.probes, card.images, card.clear_cache, *(dataset.check for dataset in card.data_sets))
+        ):
             assert registration.hook(hook)
 
 

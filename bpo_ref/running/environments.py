@@ -14,6 +14,7 @@ from bpo_ref.config import TINY, ConfigError
 from bpo_ref.running import folder
 from bpo_ref.sampling.env_source import ask, env_source
 from sandboxgym.arguments import parse_arguments
+from sandboxgym.errors import SnapshotError
 from sandboxgym.registration import check_arguments, nearest_named
 from sandboxgym.system.modules import import_named
 from sandboxgym.tree import Envs
@@ -33,6 +34,9 @@ def envs_of(args: Args, kwargs: Sequence[str]) -> Envs:
         workers=args.env_workers,
         timeout=args.env_timeout,
         address=args.ray_address,
+        resources=args.env_resources,
+        labels=args.env_labels,
+        limits=args.env_limits,
         store=args.env_store,
         store_every=args.env_store_every,
         store_bandwidth=args.env_store_bandwidth,
@@ -51,6 +55,8 @@ def opened(args: Args, name: str) -> Envs:
             envs = envs_of(args, getattr(args, name))
         except gym.error.DependencyNotInstalled as error:  # of the place: no environment has been made
             raise ConfigError(f"{'env_store' if args.envs == 'process' else 'envs'}: {error}") from error
+        except SnapshotError as error:  # a store of another version, or with files of others, or without room
+            raise ConfigError(f"env_store: {error}") from error
         try:
             envs.give(envs.take())
         except BaseException:

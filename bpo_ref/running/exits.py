@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import CheckpointError
 from bpo_ref.session import TrainingFailed
+from sandboxgym.sandbox.base import SandboxUnavailable
 from sandboxgym.workers.env_host import FleetError, WorkerDied
 
 
@@ -21,7 +22,15 @@ def exits_for_errors() -> Iterator[None]:
     """
     try:
         yield
-    except (ConfigError, CheckpointError, TrainingFailed, FleetError, WorkerDied, TimeoutError) as error:
+    except (
+        ConfigError,
+        CheckpointError,
+        TrainingFailed,
+        FleetError,
+        WorkerDied,
+        TimeoutError,
+        SandboxUnavailable,
+    ) as error:
         raise SystemExit(f"error: {error}") from error
     except KeyboardInterrupt:  # before the first step, or the second time
         raise SystemExit(128 + signal.SIGINT) from None

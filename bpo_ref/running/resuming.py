@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 MAY_CHANGE = {
     "resume", "overwrite", "out", "threads", "envs", "env_workers", "env_capture_every", "long_rows",
-    "env_store_every", "env_store_bandwidth",
+    "env_store_every", "env_store_bandwidth", "env_resources", "env_labels", "env_limits",
     "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
     "trackers", "journal", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",

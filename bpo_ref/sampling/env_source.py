@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+import contextlib
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import gymnasium as gym
 
 from sandboxgym.arguments import parse_arguments
-from sandboxgym.registration import card_of
+from sandboxgym.registration import card_of, hook
 from sandboxgym.tree import Envs
 from sandboxgym.tree.envs import described, logger
 from sandboxgym.workers.env_host import CallTimedOut, WorkerDied, env_maker
+
+if TYPE_CHECKING:
+    from sandboxgym.workers.nodes.limits import Limits
 
 T = TypeVar("T")
 
@@ -28,6 +34,9 @@ def env_source(
     workers: int = 0,
     timeout: float | None = None,
     address: str | None = None,
+    resources: Sequence[str] = (),
+    labels: Sequence[str] = (),
+    limits: Sequence[str] = (),
     store: str | None = None,
     store_every: int = 1,
     store_bandwidth: float = 0.0,
@@ -43,6 +52,9 @@ def env_source(
         workers: number of workers in other processes; 0: one per core.
         timeout: seconds that a step may take there; 0: no limit; None: none in worker processes, `deadlines` on Ray.
         address: of the Ray cluster; see `sandboxgym.workers.nodes.cluster.connect`.
+        resources: that Ray sets aside for each worker, as `needs_of` reads them.
+        labels: of the nodes that may hold workers, as `labels_of` reads them.
+        limits: of a node, as `limits_of` reads them.
         store: of `PooledEnvs`, for workers in other processes.
         store_every: its ``every_k_steps``.
         store_bandwidth: its ``bandwidth``; 0: no limit.
@@ -52,20 +64,98 @@ def env_source(
         FleetError: the Ray cluster cannot be reached, or has no room for workers.
         DependencyNotInstalled: Ray is not installed.
     """
-    make = env_maker(env_id, max_episode_steps=max_turns, **parse_arguments(kwargs))
+    arguments = parse_arguments(kwargs)
+    make = env_maker(env_id, max_episode_steps=max_turns, **arguments)
     if place == "local":
         return Envs(make, threads=threads)
-    limits: dict[str, Any] = {"threads": threads if threads > 1 else None, "timeout": timeout or None, "store": store}
-    limits |= {"every_k_steps": store_every, "bandwidth": store_bandwidth or None}
+    options: dict[str, Any] = {"threads": threads if threads > 1 else None, "timeout": timeout or None, "store": store}
+    options |= {"every_k_steps": store_every, "bandwidth": store_bandwidth or None}
     if place == "process":
         from sandboxgym.workers.pool import PooledEnvs
 
-        return PooledEnvs(make, workers or None, **limits)
+        return PooledEnvs(make, workers or None, **options)
     from sandboxgym.workers.fleet import RayEnvs  # imports Ray
 
     if timeout is None:
-        limits |= deadlines(env_id)
-    return RayEnvs(make, workers or None, address=address, **limits)
+        options |= deadlines(env_id)
+    options |= {**needs_of(resources), "labels": labels_of(labels), "limits": limits_of(limits)}
+    options["prefer"] = holders(env_id, arguments, address, options.get("resources"))
+    return RayEnvs(make, workers or None, address=address, **options)
+
+
+def needs_of(texts: Sequence[str]) -> dict[str, Any]:
+    """Arguments of `RayEnvs` for ``["CPU=0.5", "memory=4e9", "sandbox=1"]``; others than the first two are custom.
+
+    Raises:
+        ValueError: a text cannot be read, or a number is not one that Ray takes.
+    """
+    found = parse_arguments(texts)
+    for name, value in found.items():
+        if name in ("GPU", "object_store_memory"):
+            raise ValueError(f"expected CPU, memory or resources that nodes were started with, found {name}")
+        whole = name == "memory" or _positive(name, value) > 1
+        if _positive(name, value) != int(value) and whole:
+            raise ValueError(f"expected {name} to be a whole number, found {value}")
+    named = {"CPU": "cpus", "memory": "memory"}
+    needs = {named[name]: int(value) if name == "memory" else value for name, value in found.items() if name in named}
+    return needs | {"resources": {name: value for name, value in found.items() if name not in named}}
+
+
+def labels_of(texts: Sequence[str]) -> dict[str, str]:
+    """Labels of nodes for ``["zone=in(a,b)", "images=swebench"]``, as Ray selects them.
+
+    Raises:
+        ValueError: a text cannot be read.
+    """
+    found = parse_arguments(texts)
+    for name, value in found.items():
+        if not isinstance(value, str) or not re.fullmatch(r"!?([\w.-]+|in\([\w.-]+(, *[\w.-]+)*\))", value):
+            raise ValueError(f"expected {name} to be v, !v, in(v,w) or !in(v,w) (a number as '\"5\"'), found {value!r}")
+    return found
+
+
+def limits_of(texts: Sequence[str]) -> Limits | None:
+    """Limits of a node for ``["environments=200", "creations_per_second=5"]``; None for none.
+
+    Raises:
+        ValueError: a text cannot be read, or names no limit.
+    """
+    if not texts:
+        return None
+    from sandboxgym.workers.nodes.limits import Limits  # imports Ray
+
+    found = parse_arguments(texts)
+    for name, value in found.items():
+        if name not in Limits.__dataclass_fields__:
+            raise ValueError(f"expected {', '.join(Limits.__dataclass_fields__)}, found {name}")
+        _positive(name, value)
+    return Limits(**found)
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        raise ValueError(f"expected {name} to be a number above 0, found {value!r}")
+    return value
+
+
+def holders(
+    env_id: str, arguments: Mapping[str, Any], address: str | None, resources: Mapping[str, float] | None
+) -> dict[str, int]:
+    """Bytes of the images of an environment's tasks that were brought to nodes, by the nodes' ids."""
+    named = card_of(env_id).images
+    try:
+        names = hook(named)(**arguments) if named else []
+    except Exception as error:  # the data may be on the nodes alone; making the environment tells what is wrong
+        logger.debug("the images of the tasks are not known here: %s", described(error))
+        names = []
+    if not names:
+        return {}
+    from sandboxgym.workers.nodes.cluster import connect
+    from sandboxgym.workers.nodes.images import FleetImages
+
+    connect(address)
+    with contextlib.closing(FleetImages(resources=resources)) as images:
+        return images.holders(names)
 
 
 def deadlines(env_id: str) -> dict[str, float]:

@@ -21,8 +21,9 @@ from bpo_ref.sampling.generate import Generation
 from sandboxgym.adapters.prompts import Exchange, Prompt
 from sandboxgym.adapters.tokens.chat_format import Turn as Turn  # for importers of this module
 from sandboxgym.task_env import Expert, has_expert, task_count
-from sandboxgym.tree import Action, Context, Envs, Path, PathKey
+from sandboxgym.tree import Action, Context, Envs, Failure, Path, PathKey
 from sandboxgym.tree.envs import described, logger
+from sandboxgym.workers.env_host import FleetError
 
 if TYPE_CHECKING:
     from bpo_ref.sampling.served import ServedBackend
@@ -232,6 +233,7 @@ def collect_demonstrations(
     expert_kwargs: Mapping[str, Any] | None = None,
     prompt: Prompt | None = None,
     retries: int = 0,
+    failures: list[Failure] | None = None,
     progress: Callable[[int], Any] = lambda _: None,
 ) -> list[dict[str, list[Any]]]:
     """Play expert episodes through the API and keep those with a total reward of ``least``, or successful ones (None).
@@ -247,6 +249,7 @@ def collect_demonstrations(
         expert_kwargs: further arguments of ``expert``.
         prompt: format of prompts and answers.
         retries: environments that an episode may lose before it is left out. 0: the first error is raised.
+        failures: is given what environments raised, one entry each; its ``task`` is the number of the episode.
         progress: called after each episode.
 
     Returns:
@@ -272,7 +275,7 @@ def collect_demonstrations(
         return task_count(env)
 
     count = ask(envs, checked)
-    env = envs.take()
+    env: gym.Env[Any, Any] | None = None
     order = list(range(1 if count is None else count))
     random.Random(seed).shuffle(order)
     collected: list[dict[str, list[Any]]] = []
@@ -280,19 +283,28 @@ def collect_demonstrations(
         options = None if count is None else {"task": order[episode % len(order)]}
         for left in reversed(range(retries + 1)):
             try:
+                if env is None:
+                    env = envs.take()
                 expert = expert_of(env, f"{seed}/{episode}")
                 collected += _demonstration(env, expert, prompt, least, seed=seed + episode, options=options)
                 break
+            except FleetError:  # there will be no other environment soon
+                raise
             except Exception as error:  # environments and experts raise any type of error
                 if not retries:
-                    envs.give(env)
+                    if env is not None:
+                        envs.give(env)
                     raise
                 how = "trying again with another" if left else "leaving it out"
                 logger.warning("an environment failed (expert episode %d), %s: %s", episode, how, described(error))
-                envs.discard(env)
-                env = envs.take()
+                if failures is not None:
+                    failures.append(Failure(episode, (), 0, described(error), dropped=int(not left)))
+                if env is not None:
+                    envs.discard(env)
+                    env = None
         progress(1)
-    envs.give(env)
+    if env is not None:
+        envs.give(env)
     return collected
 
 

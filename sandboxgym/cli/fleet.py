@@ -1,8 +1,9 @@
-"""``sandboxgym fleet``: look at the environments on a Ray cluster, and empty a node."""
+"""``sandboxgym fleet``: look at the environments on a Ray cluster, empty a node, end what killed owners hold."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -53,7 +54,20 @@ def main(argv: Sequence[str]) -> int:
     leave.add_argument(
         "--timeout", type=_seconds, default=600.0, metavar="SECONDS", help="wait no longer than this (600)"
     )
+    release = commands.add_parser(
+        "release",
+        help="end the leases that killed owners have in a store of snapshots",
+        description="Show the leases in a store of snapshots; or end some, and delete what nothing holds then. A lease "
+        "of an owner that was killed ends by itself after an hour. One whose owner lives must not be ended: that owner "
+        "could not read its durable copies any more.",
+    )
+    release.add_argument("store", metavar="STORE", help="directory, URL or ray-objects://NAME, as for RayEnvs(store=…)")
+    release.add_argument("leases", metavar="LEASE", nargs="*", help="names of leases to end")
+    release.add_argument("--all", action="store_true", help="end all leases: no owner uses the store")
+    release.add_argument("--address", help="of the cluster, for ray-objects://NAME, as for status")
     options = parser.parse_args(argv)
+    if options.command == "release":
+        return release_leases(options.store, options.leases, options.address, everything=options.all)
     if options.command == "drain":
         return drain_node(options.node, options.address, undo=options.undo, timeout=options.timeout)
     return show_status(options.address, watch=options.watch, as_json=options.json)
@@ -128,6 +142,45 @@ def drain_node(name: str, address: str | None, *, undo: bool = False, timeout: f
             )
         time.sleep(0.5)
     print(f"node {node[:8]} may have new work again" if undo else f"nothing is on node {node[:8]} any more")
+    return OK
+
+
+def release_leases(place: str, names: Sequence[str], address: str | None, *, everything: bool = False) -> int:
+    """End leases in a store of snapshots; print those that there are if none is named.
+
+    Raises:
+        CommandError: there is no such store or lease.
+    """
+    from gymnasium.error import DependencyNotInstalled
+
+    from sandboxgym.errors import SnapshotError
+    from sandboxgym.workers.env_host import FleetError
+    from sandboxgym.workers.nodes.cluster import connect
+    from sandboxgym.workers.store import SnapshotStore
+
+    if "://" not in place and not os.path.isdir(place):
+        raise CommandError(f"expected a store of snapshots, found no directory {place}")
+    try:
+        if place.startswith("ray-objects://"):
+            connect(address or os.environ.get("RAY_ADDRESS") or "auto")
+        with contextlib.closing(SnapshotStore(place)) as store:
+            found = store.leases()
+            if unknown := sorted(set(names) - set(found)):
+                raise CommandError(f"expected leases among {', '.join(found) or 'none'}, found {', '.join(unknown)}")
+            ended = list(found) if everything else names
+            if not ended:
+                for name, seconds in found.items():
+                    held = len(store.existing_lease(name).keys())
+                    ends = f"ends in {seconds / 60:.0f} min" if seconds > 0 else "has ended"
+                    print(f"{name}: {ends}, snapshots {held}")
+                print(f"{len(found)} leases in {store.place}, which holds {nbytes_text(store.nbytes())}")
+                return OK
+            gone, left = store.release(ended), store.nbytes()
+    except (FleetError, SnapshotError, DependencyNotInstalled, ValueError, OSError) as error:
+        raise CommandError(str(error)) from error
+    print(f"ended {len(ended)} leases, deleted {gone.snapshots} snapshots, {nbytes_text(gone.nbytes)}")
+    if left:
+        print(f"{nbytes_text(left)} stay: others use the store, who delete what was held an hour after it was written")
     return OK
 
 

@@ -153,17 +153,20 @@ class RayEnvs(PooledEnvs):
             **kwargs,
         )
         self._patience = create_timeout
+        # Of any kind: what it has no room for now may be free soon, and what no node has may join.
+        if not eligible(ray.nodes(), self._needs, self._draining, labels):  # type: ignore[no-untyped-call]
+            logger.warning("no node of the cluster has what a worker needs yet: %s", self._wanted())
         self._gate = Gate(limits, self._usage, deadline=create_timeout) if limits is not None else None
         self._events = Events()
         self._reporter = reporter_of(self, spec_id(env))
 
     def new_worker(self) -> Worker:
         """Start a worker on the cluster."""
-        return self._asked_for(next(self._preferred, None))
+        return self._asked_for(next(self._preferred, None), spill=True)
 
-    def _asked_for(self, node: str | None) -> RayWorker:
-        options = self._worker_options
-        worker = RayWorker(**options, node=node, avoid=lambda: self._draining, suspect=self._suspects.add)
+    def _asked_for(self, node: str | None, *, spill: bool = False) -> RayWorker:
+        options: dict[str, Any] = {**self._worker_options, "node": node, "spill": spill}
+        worker = RayWorker(**options, avoid=lambda: self._draining, suspect=self._suspects.add)
         worker.told = lambda error: self._pass_over(worker, error)
         return worker
 
@@ -471,9 +474,14 @@ class RayEnvs(PooledEnvs):
             if deadline is not None and time.monotonic() > deadline:
                 raise FleetError(
                     f"expected one of {len(self._slots)} workers to run within {self._patience:g} s, found none: "
-                    f"see `ray status` for what the cluster has room for ({self._worker_options})"
+                    f"see `ray status` for what the cluster has room for (a worker needs {self._wanted()})"
                 )
             time.sleep(0.05)
+
+    def _wanted(self) -> str:
+        """Needs of a worker, for messages."""
+        labels = self._worker_options["labels"] or {}
+        return ", ".join(f"{name}={value}" for name, value in {**self._needs, **labels}.items())
 
     def _end_silent(self) -> None:
         """End the idle workers of suspect nodes that do not answer: Ray notices a node that was cut off much later."""

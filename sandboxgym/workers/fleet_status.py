@@ -389,7 +389,7 @@ def reporter_of(owner: Any, env: str) -> Reporter:
             if envs is not None:
                 envs.tend()
         except Exception as error:  # the next time may do
-            if str(error) not in told:
+            if ray.is_initialized() and str(error) not in told:  # else the program ends, and the connection has before
                 told[:] = [str(error)]
                 logger.warning("the nodes of the fleet could not be looked at: %s", error)
 

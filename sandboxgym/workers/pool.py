@@ -525,17 +525,22 @@ class PooledEnvs(Envs):
             "reset_timeout": reset_timeout,
             "create_timeout": create_timeout,
         }
-        self._lease: KeptLease | None = None
-        if store is not None:
-            self._lease = KeptLease(store, every=every_k_steps, bandwidth=bandwidth)
-        self._slots = [WorkerSlots(self.new_worker(), keep_on=True) for _ in range(count)]
-        for shared in self._slots:
-            shared.worker.keeping = None if self._lease is None else self._lease.keeping
-            shared.worker.start()
+        super().__init__(env_maker(env, **kwargs), threads=threads or max(2, min(64, 8 * count)))
+        self._slots: list[WorkerSlots] = []
         self._taken = [0] * count
         self._at: dict[int, int] = {}
         self._free: list[list[RemoteEnv]] = [[] for _ in range(count)]
-        super().__init__(env_maker(env, **kwargs), threads=threads or max(2, min(64, 8 * count)))
+        self._lease: KeptLease | None = None
+        if store is not None:
+            self._lease = KeptLease(store, every=every_k_steps, bandwidth=bandwidth)
+        try:
+            for _ in range(count):
+                self._slots.append(WorkerSlots(self.new_worker(), keep_on=True))
+                self._slots[-1].worker.keeping = None if self._lease is None else self._lease.keeping
+                self._slots[-1].worker.start()
+        except BaseException:
+            PooledEnvs.close(self)
+            raise
 
     def new_worker(self) -> Worker:
         """A worker, which the constructor starts."""

@@ -19,11 +19,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -210,6 +211,11 @@ class SnapshotStore:
             raise ValueError(f"expected a name for a lease other than {KEPT!r}, that of what has none")
         return Lease(self._blobs, _check_name(name), seconds)
 
+    def leases(self) -> dict[str, float]:
+        """Seconds until each lease ends, by its name, below 0 once it has; without that which has no end."""
+        names = {found.name.split("/")[1] for found in self._blobs.list("leases")} - {KEPT}
+        return {name: Lease(self._blobs, name, 0).left for name in sorted(names)}
+
     def nbytes(self) -> int:
         """Size in bytes of all snapshots in the store."""
         return sum(found.nbytes for folder in ("blobs", "snapshots") for found in self._blobs.list(folder))
@@ -245,6 +251,19 @@ class SnapshotStore:
             self._blobs.sweep(grace)
         self._used = None
         return Collected(snapshots, blobs, nbytes)
+
+    def release(self, names: Iterable[str]) -> Collected:
+        """End leases of owners that are gone, and delete what nothing holds.
+
+        What was just written is deleted as well, unless others use the store: what they are writing looks the same.
+
+        Args:
+            names: of the leases.
+        """
+        for name in names:
+            self.existing_lease(name).release()
+        used = any(left > 0 for left in self.leases().values()) or self._blobs.list(f"leases/{KEPT}")
+        return self.collect(grace=GRACE if used else -1.0)
 
     def close(self) -> None:
         """End what serves the store, if it is on a cluster and no lease lives; elsewhere there is nothing to end."""
@@ -396,10 +415,15 @@ class Lease:
     @property
     def live(self) -> bool:
         """True if the lease has not ended."""
+        return self.left > 0
+
+    @property
+    def left(self) -> float:
+        """Seconds until the lease ends, unless it is renewed."""
         try:
-            return float(self._blobs.read(self._path(_UNTIL)).decode()) > time.time()
+            return float(self._blobs.read(self._path(_UNTIL)).decode()) - time.time()
         except (FileNotFoundError, ValueError):
-            return False
+            return -math.inf
 
     def renew(self) -> None:
         """Let the lease last for its ``seconds`` from now."""

@@ -34,7 +34,7 @@ from bpo_ref.learning.checkpoint import load_checkpoint
 from bpo_ref.sampling.env_source import ask, env_source
 from bpo_ref.sampling.policy import collect_demonstrations
 from bpo_ref.session import TrainingFailed, TrainingSession
-from sandboxgym.sandbox.base import Limits
+from sandboxgym.sandbox.base import Limits, SandboxUnavailable
 from sandboxgym.task_env import task_count
 from sandboxgym.tree import Action, Envs
 from sandboxgym.tree.lockstep import Lockstep
@@ -145,6 +145,29 @@ def test_an_expert_episode_is_played_again(perishing: Any, retries: int, kept: i
                 collect_demonstrations(envs, 4, noise=0.0, seed=0, retries=retries)
         else:
             assert len(collect_demonstrations(envs, 4, noise=0.0, seed=0, retries=retries)) == kept
+
+
+@pytest.mark.parametrize("where", ["step", "reset", "make"])
+def test_where_every_environment_fails_before_training_the_run_ends_and_says_why(
+    tmp_path: Path, perishing: Any, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def gone(*_: Any, **__: Any) -> Any:
+        raise ConnectionError("the sandbox is gone")
+
+    perishing(lambda env, action: True)
+    said = "every environment of .* failed: ConnectionError: the sandbox is gone .the first of "
+    if where == "reset":
+        monkeypatch.setattr(Perishing, "reset", gone)
+        said = "Perishing-v0 cannot be reset: ConnectionError: the sandbox is gone "
+    elif where == "make":  # once the first one has failed
+        discard = Envs.discard
+        monkeypatch.setattr(Envs, "discard", lambda envs, env: (discard(envs, env), setattr(envs, "_make", gone)))
+    closed: list[Any] = []
+    close = Envs.close
+    monkeypatch.setattr(Envs, "close", lambda envs: (closed.append(envs), close(envs)))
+    with pytest.raises(SystemExit, match=rf"^error: .*{said}.*env-retries 0 shows where"):
+        train.main(["--config", str(config_file(tmp_path, env_id=FATES)), "--out", str(tmp_path / "run")])
+    assert len(set(map(id, closed))) == 2  # of training and of evaluation
 
 
 def test_without_retries_a_dead_environment_ends_the_run(tmp_path: Path, perishing: Any) -> None:
@@ -343,3 +366,17 @@ def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None
     step = load_checkpoint(tmp_path / "checkpoint")["step"]
     trainer = trained(tmp_path, updates=step + 1, prompts=8, eval_every=10_000, save_every=1, resume=True)
     assert trainer.session.step == step + 1
+
+
+def test_a_sandbox_that_cannot_be_made_ends_a_run_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unavailable(*_: Any, **__: Any) -> Any:
+        raise SandboxUnavailable("there is no image")
+
+    trainer = train.Trainer(Args(**{**TINY, "sft_steps": 0, "env_retries": 0}, out=str(tmp_path / "later")))
+    monkeypatch.setattr(WordGame, "reset", unavailable)
+    with pytest.raises(TrainingFailed, match=r"there is no image.*; nothing was saved before$"):
+        trainer.run()
+    with pytest.raises(SystemExit, match=r"^error: there is no image$"):
+        train.train(Args(**TINY, out=str(tmp_path / "at once")))

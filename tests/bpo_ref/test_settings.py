@@ -79,6 +79,9 @@ APART = {
     "env_store_every": "the same",
     "env_store_bandwidth": "the same",
     "ray_address": "the same",
+    "env_resources": "the same",
+    "env_labels": "the same",
+    "env_limits": "the same",
 }
 """Fields that are not among them, and why."""
 

@@ -34,13 +34,16 @@ from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.learning.models import load_policy
 from bpo_ref.presets import PRESETS
+from bpo_ref.running.environments import opened
 from bpo_ref.running.progress import learning_rate_factor
+from bpo_ref.sampling.env_source import labels_of, limits_of, needs_of
 from bpo_ref.sampling.policy import collect_demonstrations
 from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.session import TrainingSession
 from bpo_ref.train import Trainer
 from sandboxgym.tree import Envs
 from sandboxgym.tree.files import files_of_run, load_trees, read_trees
+from sandboxgym.workers.nodes.limits import Limits as NodeLimits
 
 TINY: dict[str, Any] = {
     "env_id": wordgame.ENV_ID,
@@ -211,11 +214,53 @@ def test_snapshots_that_stay_in_worker_processes_give_the_same_run(finished: Pat
         ({"env_store_every": 2}, "env_store_every"),
         ({"env_store_bandwidth": 1e6}, "env_store_bandwidth"),
         ({"ray_address": "auto"}, "ray_address"),
+        ({"env_resources": ("sandbox=1",)}, "env_resources"),
+        ({"env_labels": ("zone=a",)}, "env_labels"),
+        ({"env_limits": ("environments=9",)}, "env_limits"),
     ],
 )
 def test_settings_of_workers_are_refused_where_there_are_none(settings: dict[str, Any], field: str) -> None:
     with pytest.raises(ConfigError, match=f"{field}: .*envs"):
         resolved(Args(**settings))
+
+
+@pytest.mark.parametrize("content", ["thesis.tex", "format.json"])
+def test_a_store_that_is_none_of_this_version_is_refused_with_a_sentence(tmp_path: Path, content: str) -> None:
+    (tmp_path / content).write_text('{"format": "sandboxgym-snapshots", "version": 99}')
+    args = Args(**TINY, envs="process", env_workers=1, env_store=str(tmp_path))
+    with pytest.raises(ConfigError, match=rf"^env_store: expected [^\n]* {tmp_path}[^\n]*$"):
+        opened(args, "env_kwargs")
+
+
+@pytest.mark.parametrize(
+    ("field", "text", "reason"),
+    [
+        ("env_resources", "sandbox", "expected NAME=VALUE"),
+        ("env_resources", "sandbox=-1", "expected sandbox to be a number above 0, found -1"),
+        ("env_resources", "sandbox=many", "expected sandbox to be a number above 0, found 'many'"),
+        ("env_resources", "CPU=NaN", "expected CPU to be a number above 0, found nan"),
+        ("env_resources", "CPU=1.5", "expected CPU to be a whole number, found 1.5"),
+        ("env_resources", "memory=0.5", "expected memory to be a whole number, found 0.5"),
+        ("env_resources", "GPU=1", "expected CPU, memory or resources .*, found GPU"),
+        ("env_labels", "zone=5", "expected zone to be v, .*, found 5"),
+        ("env_labels", "zone=in(a", "expected zone to be v, .*, found 'in.a'"),
+        ("env_limits", "nodes=2", "expected creations_per_second, environments, snapshot_bytes, found nodes"),
+        ("env_limits", "environments=true", "expected environments to be a number above 0, found True"),
+    ],
+)
+def test_needs_and_limits_that_cannot_be_are_refused_with_a_sentence(field: str, text: str, reason: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{field}: {reason}[^\n]*$"):
+        resolved(Args(envs="ray", **{field: ("sandbox=1", text) if field == "env_resources" else (text,)}))
+
+
+def test_needs_and_labels_of_workers_are_read_as_ray_takes_them() -> None:
+    texts = ["CPU=0.5", "memory=4e9", "sandbox=1", '{"accelerator_type:none": 0.1}']
+    resources = {"sandbox": 1, "accelerator_type:none": 0.1}
+    assert needs_of(texts) == {"cpus": 0.5, "memory": 4_000_000_000, "resources": resources}
+    assert needs_of([]) == {"resources": {}} and limits_of([]) is None
+    found = labels_of(["zone=!in(a,b)", "images=swebench", 'rack="5"'])
+    assert found == {"zone": "!in(a,b)", "images": "swebench", "rack": "5"}
+    assert limits_of(["environments=2"]) == NodeLimits(environments=2)
 
 
 @pytest.mark.slow

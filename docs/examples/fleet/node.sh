@@ -8,7 +8,8 @@
 #   NODE_IP        address of this machine in the private network (default: Ray's guess)
 #   PORT           of the head (6379)
 #   CPUS           cores to offer (default: all; of the head 0, so that no environments are there)
-#   SANDBOXES      workers with RayEnvs(resources={"sandbox": 1}) that this machine may hold (default: none)
+#   SANDBOXES      workers with RayEnvs(resources={"sandbox": 1}), or --env-resources sandbox=1, that this machine
+#                  may hold (default: none)
 #   METRICS_PORT   of the Prometheus endpoint, which needs ray[default] (default: any)
 set -euo pipefail
 

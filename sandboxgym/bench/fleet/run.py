@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import sandboxgym
+from sandboxgym.bench.fleet.losses import losses
 from sandboxgym.bench.fleet.model import Costs, Measured, fitted, owners_needed, simulate
 from sandboxgym.bench.pool import ALFWORLD, Waiting, rates, table
 from sandboxgym.system import proc
@@ -256,6 +257,8 @@ def measure(arguments: argparse.Namespace) -> None:
     Raises:
         FleetError: the cluster does not start, or has no room.
     """
+    import ray
+
     connect()
     load = os.getloadavg()[0]
     print(f"{platform.machine()}, {os.cpu_count()} processors (load {load:.0f}), sandboxgym {sandboxgym.__version__}")
@@ -265,6 +268,8 @@ def measure(arguments: argparse.Namespace) -> None:
         many(cluster, arguments.many)
         recovery(cluster, 3)
     forks(arguments.state)
+    ray.shutdown()  # type: ignore[no-untyped-call]  # the next clusters have nodes that can be lost
+    losses(arguments.envs, min(3, arguments.repeats))
 
 
 if __name__ == "__main__":

@@ -15,4 +15,5 @@ are done.""",
     ready="embedded tasks",
     sandboxed=True,
     step_seconds=900.0 + 600.0,  # a command, and the tests, where the task does not say how long
+    images="sandboxgym.envs.harbor.tasks:images",
 )

@@ -172,6 +172,21 @@ def open_tasks(tasks: str | os.PathLike[str], *, instances: Sequence[str] | None
     return TaskSet([read_task(folder) for folder in folders], source="mini" if tasks == "mini" else str(root))
 
 
+def images(
+    tasks: str | os.PathLike[str] = "mini",
+    *,
+    instances: Sequence[str] | None = None,
+    image: str | None = None,
+    build: str = "auto",
+    **_: Any,
+) -> list[str]:
+    """Names of the images that the tasks of these arguments of the environment name; raises as `open_tasks` does."""
+    if build != "docker" and (image or tasks == "mini"):  # all are carried out on one root file system
+        return [image.removeprefix("docker:")] if image and image.startswith("docker:") else []
+    named = (task.image for task in open_tasks(tasks, instances=instances))
+    return [name for name in dict.fromkeys(named) if name]
+
+
 def _chosen(folders: Sequence[Path], instances: Sequence[str], root: Path) -> list[Path]:
     if isinstance(instances, str) or not all(isinstance(name, str) for name in instances) or not instances:
         raise TypeError(f"instances: expected a list of ids of tasks, found {brief(instances, 80)}")

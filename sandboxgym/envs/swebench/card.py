@@ -41,5 +41,6 @@ submit when you are done.""",
     sandboxed=True,
     step_seconds=60.0 + 2 * 1800.0,  # a command; the tests of work that was submitted, and once more as a check
     probes="sandboxgym.envs.swebench.doctor:PROBES",
+    images="sandboxgym.envs.swebench.rows.tasks:images",
     clear_cache="sandboxgym.envs.swebench.workspaces.prepared:clear",
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import threading
 import time
@@ -11,8 +12,8 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from sandboxgym.errors import StoreFull
-from sandboxgym.sandbox.images.registry import Blob, ImageError, check_digest
-from sandboxgym.system.atomic import atomic_file, is_temporary
+from sandboxgym.sandbox.images.registry import Blob, Image, ImageError, check_digest
+from sandboxgym.system.atomic import atomic_file, is_temporary, write_atomic
 
 _ABANDONED = 3600.0
 """Seconds without a byte after which an unfinished part is one that a killed process left."""
@@ -39,6 +40,20 @@ class LayerCache:
     def digests(self) -> set[str]:
         """Digests of what is there."""
         return {f"sha256:{name}" for name in os.listdir(self.path) if len(name) == 64}
+
+    def note(self, image: Image) -> None:
+        """Write down which parts an image has, so that `nbytes_of` needs no registry."""
+        parts = {blob.digest: blob.nbytes for blob in image.blobs}
+        write_atomic(self._note(image.name), json.dumps(parts).encode())
+
+    def nbytes_of(self, names: Iterable[str]) -> int:
+        """Bytes of the parts that are here of images that were noted, what they share counted once."""
+        parts: dict[str, int] = {}
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                parts |= json.loads(self._note(name).read_bytes())
+        there = self.digests()
+        return sum(nbytes for digest, nbytes in parts.items() if digest in there)
 
     def use(self, digest: str) -> Path | None:
         """File of a part, which counts as used now; None if it is not there."""
@@ -117,6 +132,9 @@ class LayerCache:
             raise StoreFull(
                 f"{self.path} has no room for {nbytes:,} bytes of an image: {total:,} of {self.max_bytes:,} are in use"
             )
+
+    def _note(self, name: str) -> Path:
+        return self.path / f"{hashlib.sha256(name.encode()).hexdigest()}.image"
 
     def _file(self, digest: str) -> Path:
         check_digest(digest)

@@ -111,13 +111,14 @@ class _NodeImages:
             origins = pull.pull(image, self.cache, RayBoard(self.node, peers), timeout=timeout)
             if load:
                 pull.load(image, self.cache)
+            self.cache.note(image)
         return origins
 
     def read(self, digest: str, start: int, nbytes: int) -> bytes | None:
         return self.cache.read(digest, start, nbytes)
 
-    def digests(self) -> list[str]:
-        return sorted(self.cache.digests())
+    def nbytes_of(self, names: Sequence[str]) -> int:
+        return self.cache.nbytes_of(names)
 
 
 class FleetImages:
@@ -148,12 +149,13 @@ class FleetImages:
 
         self._load, self._timeout = load, timeout
         self._found: dict[str, Image] = {}
+        self._brought = False
         self._nodes: dict[str, Any] = {}
         actor = ray.remote(_NodeImages)
         for node in eligible(ray.nodes(), {"CPU": 0.01, **(resources or {})}, ()):  # type: ignore[no-untyped-call]
             strategy = NodeAffinitySchedulingStrategy(node, soft=False)
-            # While it brings one image it answers other nodes.
-            options = {"num_cpus": 0.01, "max_concurrency": 8, "scheduling_strategy": strategy}
+            # While it brings one image it answers other nodes. It waits for no room on one that is full of workers.
+            options = {"num_cpus": 0, "max_concurrency": 8, "scheduling_strategy": strategy}
             self._nodes[node] = actor.options(**options).remote(folder, max_bytes)
 
     def prefetch(self, images: Iterable[str], *, nodes: Iterable[str] | None = None) -> dict[str, dict[str, Origin]]:
@@ -172,6 +174,7 @@ class FleetImages:
             ValueError: there is no such node.
         """
         found = [self._image(name) for name in dict.fromkeys(images)]
+        self._brought = True
         chosen = list(self._nodes) if nodes is None else list(nodes)
         if unknown := sorted(set(chosen) - set(self._nodes)):
             raise ValueError(f"expected ids of nodes among {sorted(self._nodes)}, found {unknown}")
@@ -195,16 +198,16 @@ class FleetImages:
         return origins
 
     def holders(self, images: Iterable[str]) -> dict[str, int]:
-        """Bytes of the images that each node has, by its id: where environments of them start soonest.
+        """Bytes that each node has, by its id, of images that `prefetch` brought: environments start soonest there.
 
-        A node that does not answer within a minute has none.
+        No registry is asked. A node that does not answer within a minute has none.
         """
-        sizes = {blob.digest: blob.nbytes for name in images for blob in self._image(name).blobs}
-        calls = {actor.digests.remote(): node for node, actor in self._nodes.items()}
+        names = list(dict.fromkeys(images))
+        calls = {actor.nbytes_of.remote(names): node for node, actor in self._nodes.items()}
         weights = dict.fromkeys(self._nodes, 0)
         for call in ray.wait(list(calls), num_returns=len(calls), timeout=60.0)[0] if calls else ():
             with contextlib.suppress(ray.exceptions.RayError):
-                weights[calls[call]] = sum(sizes.get(digest, 0) for digest in ray.get(call))
+                weights[calls[call]] = ray.get(call)
         return weights
 
     def _image(self, name: str) -> Image:
@@ -219,7 +222,7 @@ class FleetImages:
         """End the processes on the nodes; what they fetched stays there. Idempotent."""
         for actor in self._nodes.values():
             ray.kill(actor)
-        for node in self._nodes:
+        for node in self._nodes if self._brought else ():  # else what is known of them is another one's
             for key in internal_kv._internal_kv_list("has/", namespace=_NAMESPACE):
                 if key.decode().endswith(f"/{node}"):
                     internal_kv._internal_kv_del(key, namespace=_NAMESPACE)
@@ -227,9 +230,16 @@ class FleetImages:
 
 
 def images_of(tasks: Iterable[Any]) -> list[str]:
-    """Names of the images that tasks need, each once: ``image`` of rows of data sets, or of objects.
+    """Names of the images that tasks need, each once: ``image`` of rows of data sets, or of objects; or names.
 
     Left out is what no registry has: ``"host"``, the tool chain of a machine, and ``"dir:/path"``, a directory of it.
     """
-    names = [task.get("image") if isinstance(task, Mapping) else getattr(task, "image", None) for task in tasks]
+    names = [
+        task
+        if isinstance(task, str)
+        else task.get("image")
+        if isinstance(task, Mapping)
+        else getattr(task, "image", None)
+        for task in tasks
+    ]
     return list(dict.fromkeys(str(name) for name in names if name and name != "host" and not name.startswith("dir:")))

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -57,8 +58,12 @@ class _Actor:
         return packed_answers(answers), tuple(counts)
 
     def end(self) -> None:
-        """Close the environments."""
+        """Close the environments, and end this process in order: a sandbox leaves folders and groups to its exit."""
         self.host.close_all()
+        late = threading.Timer(GRACE, os._exit, (1,))
+        late.daemon = True
+        late.start()
+        ray.actor.exit_actor()  # type: ignore[no-untyped-call]
 
 
 class RayWorker(Worker):
@@ -71,6 +76,7 @@ class RayWorker(Worker):
         memory: bytes that Ray sets aside for it.
         labels: of the nodes that may hold it, by Ray's label selectors, such as ``{"images": "swebench"}``.
         node: id of a node to be on. Where it is gone or to be avoided, Ray chooses another.
+        spill: Ray does so, too, where the node has no room now.
         avoid: gives the ids of nodes that it must not be on, when it is asked for.
         suspect: is given the id of its node where a call took too long: the node may be frozen or cut off.
     """
@@ -86,6 +92,7 @@ class RayWorker(Worker):
         memory: int | None = None,
         labels: Mapping[str, str] | None = None,
         node: str | None = None,
+        spill: bool = False,
         avoid: Callable[[], Collection[str]] = tuple,
         suspect: Callable[[str], object] | None = None,
     ) -> None:
@@ -105,9 +112,13 @@ class RayWorker(Worker):
         if node is not None:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-            self._options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=True)
+            there = NodeAffinitySchedulingStrategy(node, soft=True, _spill_on_unavailable=spill)
+            self._options["scheduling_strategy"] = there
         self._actor: Any = None
         self._ready: Any = None
+        self._ending: Any = None
+        """Reference to the end of the actor, once it was asked for."""
+        self._end_by = 0.0
         self._posted: deque[Any] = deque()
         self._answers: deque[Answer] = deque()
         self.node: str | None = None
@@ -176,12 +187,16 @@ class RayWorker(Worker):
 
     def kill(self) -> None:
         """End the actor at once."""
-        actor, self._actor, self._ready, self.node, self._pid = self._actor, None, None, None, None
+        if (actor := self._let_go()) is not None and ray.is_initialized():
+            ray.kill(actor)
+
+    def _let_go(self) -> Any:
+        """Have no actor any more; the one that there was."""
+        actor, self._actor, self._ready, self._ending, self.node, self._pid = self._actor, None, None, None, None, None
         self._ended, self._counts = self.counts.ended(), HostCounts()
         self._posted.clear()
         self._answers.clear()
-        if actor is not None and ray.is_initialized():
-            ray.kill(actor)
+        return actor
 
     def interrupt(self) -> None:
         """End the actor; the thread waiting for it cleans up."""
@@ -190,15 +205,22 @@ class RayWorker(Worker):
             ray.kill(actor)
 
     def ask_to_close(self) -> None:
-        """Ask the actor to close its environments."""
-        if self._actor is not None and ray.is_initialized():
-            self._posted.append(self._actor.end.remote())
+        """Ask the actor to close its environments, and to end; one that does not run has none."""
+        if self._ending is None and ray.is_initialized() and self.ready:
+            self._ending, self._end_by = self._actor.end.remote(), time.monotonic() + GRACE
 
     def close(self) -> None:
-        """Wait, for some seconds, until the environments are closed, and end the actor."""
-        if self._actor is not None and ray.is_initialized():
-            self.ask_to_close()
-            ray.wait([self._posted[-1]], timeout=GRACE)
+        """End the actor, some seconds after it was asked to close its environments at the latest."""
+        self.ask_to_close()
+        if self._ending is not None and ray.is_initialized():
+            try:
+                ray.get(self._ending, timeout=max(0.0, self._end_by - time.monotonic()))
+            except ray.exceptions.ActorDiedError:  # or it is about to, which must not be cut short
+                self._let_go()
+            except ray.exceptions.GetTimeoutError:
+                logger.warning("a worker%s is killed: it did not end within %g s", self._where(), GRACE)
+            except ray.exceptions.RayError as error:
+                logger.warning("a worker%s is killed: it could not end: %s", self._where(), _last_line(error))
         self.kill()
 
     def _start(self) -> None:
@@ -231,6 +253,9 @@ class RayWorker(Worker):
             self._counts = HostCounts(*counts)
         return outcome_of(self._answers.popleft())
 
+    def _where(self) -> str:
+        return f" on node {self.node[:8]}" if self.node else ""
+
     def _settle_on_node(self) -> None:
         from sandboxgym import __version__
 
@@ -250,7 +275,7 @@ class RayWorker(Worker):
             raise WorkerDied(f"a worker on the cluster failed: {_last_line(error)}") from error
         except ray.exceptions.RayError as error:
             # One that is only unreachable may have executed the calls, so it must not execute them again.
-            where = f" on node {self.node[:8]}" if self.node else ""
+            where = self._where()
             if "creation task" in str(error):  # it never ran
                 place = re.search(r"ip=([^,)]+)", str(error))
                 on = f"node {place[1]}" if place else "a node"

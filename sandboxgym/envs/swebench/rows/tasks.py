@@ -276,6 +276,18 @@ def open_tasks(dataset: str | os.PathLike[str], *, instances: Sequence[str] | No
     return TaskSet((tasks[tasks.index(name)] for name in wanted), source=str(dataset))
 
 
+def images(
+    dataset: str | os.PathLike[str] = "mini",
+    *,
+    instances: Sequence[str] | None = None,
+    image: str | None = None,
+    **_: Any,
+) -> list[str]:
+    """Names of the images that the tasks of these arguments of the environment are on; raises as `open_tasks` does."""
+    named = [image if task.image == HOST and image else task.image for task in open_tasks(dataset, instances=instances)]
+    return [name for name in dict.fromkeys(named) if name != HOST and not name.startswith("dir:")]
+
+
 def _found(name: str) -> Path:
     """Find the file of a data set, or the directory of its files."""
     root = data.directory(ROWS)
