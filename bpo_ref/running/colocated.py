@@ -48,6 +48,8 @@ LONGEST_START = 10.0
 """A server may take this many times ``server_timeout`` to start."""
 LONGEST_SOCKET = 107
 """Bytes of the longest path of a Unix socket on Linux."""
+OWN_SOCKETS = 36
+"""Bytes of the names of vLLM's own sockets, in its temporary folder: UUIDs."""
 RANKS = (8, 16, 32, 64, 128, 256)
 """Ranks of adapters that a vLLM server can be started for."""
 ON_CPU = {
@@ -95,20 +97,20 @@ class OwnServer:
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         folder = run_directories.claim("served")
-        path = folder / "socket"
+        path, temporary = folder / "socket", folder / "t"
         self.log, self.url = log, f"unix://{path}"
         try:
-            if len(os.fsencode(path)) > LONGEST_SOCKET:
+            if (length := len(os.fsencode(temporary)) + 1 + OWN_SOCKETS) > LONGEST_SOCKET:
                 raise ConfigError(
-                    f"server: the socket {path} has a longer path than the {LONGEST_SOCKET} bytes that Linux allows: "
-                    "set SANDBOXGYM_RUNTIME to a folder with a shorter one"
+                    f"server: vLLM's sockets in {temporary} would have paths of {length} bytes, and Linux allows "
+                    f"{LONGEST_SOCKET}: set SANDBOXGYM_RUNTIME to a folder with a shorter path"
                 )
             log.parent.mkdir(parents=True, exist_ok=True)
-            (folder / "tmp").mkdir()
+            temporary.mkdir()
             with log.open("ab") as file:
                 self._keeper = subprocess.Popen(
                     [sys.executable, keeper.__file__, str(os.getpid()), str(folder), *command, "--uds", str(path)],
-                    env={**environment, "TMPDIR": str(folder / "tmp")},
+                    env={**environment, "TMPDIR": str(temporary)},
                     cwd=folder,  # Python looks for modules in it
                     stdin=subprocess.DEVNULL,
                     stdout=file,

@@ -117,7 +117,7 @@ class VllmEngine:
         model = _part(config, "model_config", dict, self.name)
         if expected.nccl:
             backend = (config.get("weight_transfer_config") or {"backend": "none"}).get("backend")
-            device = _part(config, "device_config", dict, self.name).get("device_type")
+            device = str(_part(config, "device_config", dict, self.name).get("device")).partition(":")[0]
             if device not in NCCL_DEVICES:
                 raise WrongEngine(f"{self.name}: expected a server on GPUs, for weights over NCCL, found {device}")
             if backend != "nccl":
