@@ -272,7 +272,7 @@ def started(
 
 
 def _nothing() -> None:
-    """What the other processes do meanwhile."""
+    """Do nothing, as all processes but the first."""
 
 
 def _write(args: Args, model: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

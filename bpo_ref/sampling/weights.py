@@ -297,7 +297,7 @@ class Publisher:
         return version
 
     def _sent(self, model: CausalLM) -> Sent | None:
-        """What is sent over NCCL."""
+        """Weights that are sent over NCCL; None: they are written."""
         return None if self.device is None else Sent(partial(untied_weights, model, dtype=self.dtype), self.device)
 
     def _verify(self, model: CausalLM, version: str) -> Verify:
