@@ -560,7 +560,8 @@ class TrainingSession:
         try:
             compare = partial(servers.difference, publisher.fleet, args, self.tokenizer, self.chat, sleeps=sleeps)
             processes.all_refuse(self.accelerator, compare)
-            found.left()  # the optimizer is not made yet
+            if own is not None:
+                found.left()  # asleep before the optimizer is made
         except BaseException:
             found.close()
             raise
