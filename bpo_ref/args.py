@@ -155,7 +155,12 @@ class Args:
     """Sampling backend: ``hf`` is this package's loop; ``transformers-continuous`` has a paged cache, for CUDA;
     ``vllm`` asks servers (``server``)."""
     server: tuple[str, ...] = ()
-    """Addresses of vLLM servers, such as ``http://node7:8000``; conversations of one task go to the same one."""
+    """Addresses of vLLM servers, such as ``http://node7:8000``; conversations of one task go to the same one. Or
+    ``colocate``: every process starts one on its own GPU, which sleeps while the policy learns, and ends it."""
+    server_python: str | None = None
+    """Python that has vLLM, for ``server=colocate``. Default: ``$SANDBOXGYM_VLLM``, else the trainer's own."""
+    server_memory: float = 0.4
+    """Share of a GPU's memory that a server of ``server=colocate`` takes while it is awake."""
     server_timeout: float = 300.0
     """Seconds in which a server has to answer; loading weights may take ten times as long."""
     server_retries: int = 6
@@ -164,11 +169,12 @@ class Args:
     server_tolerance: float | None = None
     """Largest mean difference, in nats, of the log-probabilities of a server and of the trainer after each update.
     Default: 0.001 with float32, 0.05 with bfloat16."""
-    server_sends: Literal["weights", "adapters"] = "weights"
-    """Kind of the update that servers get: all weights; or the adapters of ``lora_r`` alone, to servers that were
-    started with the weights below them."""
+    server_sends: Literal["weights", "adapters", "nccl"] = "weights"
+    """Kind of the update that servers get: all weights, by a folder; or the adapters of ``lora_r`` alone, to servers
+    that were started with the weights below them; or all weights over NCCL, from GPU to GPU (never run on GPUs)."""
     server_sleeps: bool = False
-    """Have the servers free the memory of their GPUs while the policy learns: for servers on the trainer's GPUs."""
+    """Have the servers free the memory of their GPUs while the policy learns: for servers on the trainer's GPUs that
+    somebody else has started."""
     server_weights: str | None = None
     """Folder for the weights, which the servers see under the same path. Default: ``served`` in ``out``."""
     driver: DriverName = "auto"
@@ -396,6 +402,11 @@ class Args:
         return self.credit == "gae" or self.baseline == "critic"
 
     @property
+    def colocated(self) -> bool:
+        """True if the run starts its servers itself."""
+        return self.server == ("colocate",)
+
+    @property
     def keyed(self) -> bool:
         """True if the environment's ``progress_key`` is used."""
         return self.baseline in KEYED or self.schedule == "split" or self.lookahead
@@ -552,7 +563,8 @@ def refuse_contradictions(args: Args, *, keyed: bool) -> None:
         "schedule=value-oracle": args.schedule == "value-oracle",  # plays more rollouts, of the present policy
         f"backend=vllm and schedule={args.schedule}": args.backend == "vllm" and args.schedule in BY_ENTROPY,
         "server_sleeps": args.server_sleeps,
-        "server_sends=adapters": args.server_sends == "adapters",  # a server is compared with whole weights later
+        "server=colocate": args.colocated,  # whose servers sleep while the policy learns
+        f"server_sends={args.server_sends}": args.server_sends != "weights",  # servers are compared with them later
     }.items():
         refuse(args.staleness > 0 and wrong, "staleness", f"{stale}while the weights change; does not go with {found}")
     refuse(0 < args.dynamic_sampling < 1, "dynamic_sampling", f"expected 1 or more, found {args.dynamic_sampling}")
@@ -596,12 +608,12 @@ LEAST: dict[str, float] = {
 }
 """Minimum of a setting."""
 MOST: dict[str, float] = dict.fromkeys(
-    ("sft_noise", "value_decay", "lam", "gae_lam", "gamma", "omega_gamma", "staleness"), 1
+    ("sft_noise", "value_decay", "lam", "gae_lam", "gamma", "omega_gamma", "staleness", "server_memory"), 1
 )
 """Maximum of a setting."""
 POSITIVE = (
     "lr", "sft_lr", "value_lr", "max_grad_norm", "gamma", "temperature", "eval_temperature", "process_timeout",
-    "server_timeout", "server_tolerance", "adam_eps",
+    "server_timeout", "server_tolerance", "server_memory", "adam_eps",
 )  # fmt: skip
 """Settings that must not be 0: nothing would be learned, or a division would fail."""
 
@@ -644,11 +656,24 @@ def check_ranges(args: Args) -> None:
         raise ConfigError(
             f"server: expected addresses with backend=vllm alone, found {args.backend} with {args.server}"
         )
+    if "colocate" in args.server and not args.colocated:
+        raise ConfigError(f"server: expected addresses, or colocate alone, found {args.server}")
+    if args.colocated and args.server_sleeps:
+        raise ConfigError("server_sleeps: servers of server=colocate sleep where the GPU can; leave it out")
+    if not args.colocated:
+        for name, default in (("server_python", None), ("server_memory", 0.4)):
+            if getattr(args, name) != default:
+                raise ConfigError(f"{name}: expected it with server=colocate alone, found {args.server}")
     for name in ("server_tolerance", "server_weights"):
         if getattr(args, name) is not None and args.backend != "vllm":
             raise ConfigError(f"{name}: expected it with backend=vllm alone, found {args.backend}")
     if args.server_sleeps and not args.server:
         raise ConfigError(f"server_sleeps: expected it with backend=vllm alone, found {args.backend}")
+    if args.server_sends == "nccl" and (not args.server or args.colocated):
+        found = f"backend={args.backend}, server={args.server}"
+        raise ConfigError(
+            f"server_sends: nccl goes with backend=vllm and servers on other GPUs than the trainer's, found {found}"
+        )
     if args.server_sends == "adapters":
         if not args.server or not args.lora_r:
             found = f"backend={args.backend}, lora_r={args.lora_r}"
@@ -660,7 +685,7 @@ def check_ranges(args: Args) -> None:
             )
     if len(set(args.server)) < len(args.server):
         raise ConfigError(f"server: expected each address once, found {args.server}")
-    for url in args.server:
+    for url in () if args.colocated else args.server:
         try:
             VllmEngine(url)
         except ValueError as error:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import asdict, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -49,7 +50,7 @@ from bpo_ref.learning.models import (
 )
 from bpo_ref.lookahead import check_prompt
 from bpo_ref.run_log import RunLog, Stage, described_failures, tracking, write_report
-from bpo_ref.running import folder, journals, processes, servers
+from bpo_ref.running import colocated, folder, journals, processes, servers
 from bpo_ref.running.console import Progress, header, model_line, say, say_from_signal
 from bpo_ref.running.environments import first_info, gives_key, opened
 from bpo_ref.running.launcher import stop_with_launcher
@@ -197,12 +198,12 @@ class TrainingSession:
         )
         if args.lookahead:
             check_prompt(self.prompt, self.chat)
+        self._check_memory(model)
         self._servers = self._reach_servers(model) if args.backend == "vllm" else None
         whole = ActorCritic(model) if args.critic else model
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in whole.parameters()]
         if saved is not None and args.critic:
             whole.value_head.load_state_dict(saved["value_head"])
-        self._check_memory(model)
         self.strategy.place(whole, self.adamw)
         self._check_packing()
         self.restore(saved)
@@ -568,17 +569,34 @@ class TrainingSession:
         return self._twin
 
     def _reach_servers(self, model: CausalLM) -> servers.Servers:
-        """Find the servers and compare them with what the run needs.
+        """Find the servers, or start them, and compare them with what the run needs.
 
         Raises:
             ConfigError: one is not there, or serves something else.
         """
-        publisher = servers.publisher_of(self.args, self.tokenizer, self.chat, vocabulary=model.config.vocab_size)
-        processes.all_refuse(
-            self.accelerator, lambda: servers.difference(publisher.fleet, self.args, self.tokenizer, self.chat)
+        args, own, engines = self.args, None, None
+        if args.colocated:
+            self.say(f"{'server':<12} vLLM starts here; its log is in {self.out / 'servers'}")
+            own, engines = colocated.started(args, model, self.tokenizer, self.accelerator, self.gather)
+        publisher = servers.publisher_of(
+            args,
+            self.tokenizer,
+            self.chat,
+            vocabulary=model.config.vocab_size,
+            engines=engines,
+            device=self.accelerator.device,
         )
-        sharded, sleeps = self.strategy.sharded, self.args.server_sleeps
-        return servers.Servers(publisher, self.accelerator, sharded=sharded, sleeps=sleeps)
+        sleeps = args.server_sleeps or (args.colocated and self.accelerator.device.type == "cuda")
+        found = servers.Servers(publisher, self.accelerator, sharded=self.strategy.sharded, sleeps=sleeps, own=own)
+        try:
+            compare = partial(servers.difference, publisher.fleet, args, self.tokenizer, self.chat, sleeps=sleeps)
+            processes.all_refuse(self.accelerator, compare)
+            if own is not None:
+                found.left()  # asleep before the optimizer is made
+        except BaseException:
+            found.close()
+            raise
+        return found
 
     def evaluate(self, name: str) -> Score:
         """Play the evaluation set with the current policy and log the score under the name."""

@@ -212,6 +212,13 @@ def shortage(
         return None
     parts = memory(args, shape, layout=layout, gpus=gpus)
     needed = sum(size for name, size in parts.items() if ":" not in name)
+    server = int(args.server_memory * available) if args.colocated else 0
+    if needed <= available and needed + server > available:
+        return (
+            f"server_memory: {needed / GIB:.1f} GiB are needed on each of {gpus} GPUs for weights, gradients, optimizer"
+            f" and reference alone, beside a server of {server / GIB:.1f} GiB ({args.server_memory:g} of "
+            f"{available / GIB:.1f} GiB): lower server_memory, set lora_r, or shard the weights (FSDP2, ZeRO-3)"
+        )
     if needed <= available:
         return None
     return (

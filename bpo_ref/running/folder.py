@@ -33,7 +33,7 @@ LOGS = ("metrics.jsonl", "scores.jsonl", "results.json")
 OTHERS = (
     SETTINGS, "checkpoint.new", "sft.new", "adapter", "demonstrations.jsonl", "results.md",
     "learning_curve.png", "samples.txt", "trees", "trees.json", "trees.html", "tensorboard", "trackers", "served",
-    "inflight",
+    "servers", "inflight",
 )  # fmt: skip
 OWN = (*CHECKPOINTS, *LOGS, *OTHERS)
 """Everything that a run writes into its folder and `clear` removes."""

@@ -19,7 +19,7 @@ MAY_CHANGE = {
     "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",
     "trackers", "journal", "server", "server_timeout", "server_retries", "server_tolerance", "server_weights",
-    "server_sends", "server_sleeps", "rollout_timeout", "driver",
+    "server_sends", "server_sleeps", "server_python", "server_memory", "rollout_timeout", "driver",
 }  # fmt: skip
 """Settings that may differ from those of the checkpoint."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,10 +12,12 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
+from bpo_ref.config import ConfigError
+from bpo_ref.running.colocated import OwnServer
 from bpo_ref.sampling.chat import ChatFormat
-from bpo_ref.sampling.engine import EngineError, Expected
+from bpo_ref.sampling.engine import Engine, EngineError, Expected
 from bpo_ref.sampling.served import Fleet
-from bpo_ref.sampling.vllm import VllmEngine
+from bpo_ref.sampling.vllm import NCCL_DEVICES, VllmEngine
 from bpo_ref.sampling.weights import Proof, Publisher, prompts_of
 from sandboxgym.tree.envs import described
 
@@ -29,9 +31,21 @@ SAMPLE = "a task of many words: go to desk 1, search[red shoes], git diff"
 """Text on which tokenizers are compared."""
 
 
-def publisher_of(args: Args, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, vocabulary: int) -> Publisher:
-    """Make the publisher of the weights to the servers that the settings name; nothing is sent yet."""
-    engines = [VllmEngine(url) for url in args.server]
+def publisher_of(
+    args: Args,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat,
+    *,
+    vocabulary: int,
+    engines: Sequence[Engine] | None = None,
+    device: torch.device | None = None,
+) -> Publisher:
+    """Make the publisher of the weights to engines, by default those that the settings name; nothing is sent yet.
+
+    Raises:
+        ConfigError: the weights cannot be sent from this device.
+    """
+    engines = [VllmEngine(url) for url in args.server] if engines is None else engines
     fleet = Fleet(engines, vocabulary=vocabulary, seconds=args.server_timeout, retries=args.server_retries)
     sampled = min(16, args.context // 2)
     proof = Proof(
@@ -42,11 +56,17 @@ def publisher_of(args: Args, tokenizer: PreTrainedTokenizerBase, chat: ChatForma
         tokens=sampled,
     )
     folder = Path(args.server_weights) if args.server_weights else Path(args.out) / "served"
-    how = {"adapters": args.server_sends == "adapters", "pinned": args.staleness > 0}
+    how: dict[str, Any] = {"adapters": args.server_sends == "adapters", "pinned": args.staleness > 0}
+    if args.server_sends == "nccl":
+        if device is None or device.type not in NCCL_DEVICES:
+            raise ConfigError(f"server_sends: nccl sends from a GPU, and this process has {device}")
+        how["device"] = device
     return Publisher(fleet, folder, proof, dtype=getattr(torch, args.dtype), **how)
 
 
-def difference(fleet: Fleet, args: Args, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat) -> str | None:
+def difference(
+    fleet: Fleet, args: Args, tokenizer: PreTrainedTokenizerBase, chat: ChatFormat, *, sleeps: bool
+) -> str | None:
     """Compare the servers with what a run needs.
 
     Returns:
@@ -55,8 +75,8 @@ def difference(fleet: Fleet, args: Args, tokenizer: PreTrainedTokenizerBase, cha
     text = tokenizer.decode(chat.start(SAMPLE))
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     try:
-        rank = args.lora_r if args.server_sends == "adapters" else 0
-        fleet.check(Expected(args.context, text, list(tokens), (args.temperature,), rank, args.server_sleeps))
+        rank, nccl = args.lora_r if args.server_sends == "adapters" else 0, args.server_sends == "nccl"
+        fleet.check(Expected(args.context, text, list(tokens), (args.temperature,), rank, sleeps, nccl))
     except EngineError as error:
         return f"server: {error}"
     return None
@@ -69,11 +89,20 @@ class Servers:
         publisher: of the weights.
         accelerator: the processes of the run.
         sharded: whether weights are gathered into new tensors each time, which do not tell whether they have changed.
-        sleeps: whether servers sleep between rollouts (``server_sleeps``).
+        sleeps: whether servers sleep between rollouts.
+        own: the server that this process has started, if any.
     """
 
-    def __init__(self, publisher: Publisher, accelerator: Accelerator, *, sharded: bool, sleeps: bool) -> None:
-        self._publisher, self._accelerator = publisher, accelerator
+    def __init__(
+        self,
+        publisher: Publisher,
+        accelerator: Accelerator,
+        *,
+        sharded: bool,
+        sleeps: bool,
+        own: OwnServer | None = None,
+    ) -> None:
+        self._publisher, self._accelerator, self._own = publisher, accelerator, own
         self._sharded, self._sleeps = sharded, sleeps
         self._have: Any = None  # name of the weights that servers have
 
@@ -107,7 +136,9 @@ class Servers:
             self._ask(self._publisher.fleet.sleep)
 
     def close(self) -> None:
-        """Remove the weights that were published."""
+        """Remove the weights that were published, and end the server that this process has started."""
+        if self._own is not None:
+            self._own.close()
         if self._accelerator.is_main_process:
             self._publisher.close()
 

@@ -15,8 +15,15 @@ What this module promises:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+if TYPE_CHECKING:
+    import torch
+
+Weights: TypeAlias = "Callable[[], Iterable[tuple[str, torch.Tensor]]]"
+"""Function that gives the names and tensors of a model, the same ones in the same order whenever it is called."""
 
 
 class EngineError(RuntimeError):
@@ -99,6 +106,18 @@ class Expected:
     """Rank of the adapters that will be loaded; 0: whole weights will be."""
     sleeps: bool = False
     """True if it will be asked to sleep."""
+    nccl: bool = False
+    """True if it will be sent weights over NCCL."""
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Weights that are sent over NCCL."""
+
+    weights: Weights
+    """Function that gives their names, as in a checkpoint, and their tensors."""
+    device: torch.device
+    """GPU from which they are sent."""
 
 
 class Engine(Protocol):
@@ -141,6 +160,9 @@ class Engine(Protocol):
 
     def load_adapter(self, folder: str, version: str, /, *, seconds: float) -> None:
         """Load the LoRA adapter in a folder as this version, in place of those loaded before; otherwise like `load`."""
+
+    def receive(self, sent: Sent, version: str, /, *, seconds: float) -> None:
+        """Get weights over NCCL as this version; otherwise like `load`."""
 
     def sleep(self, *, seconds: float) -> None:
         """Free the memory of its GPU until `wake`; nothing is sampled meanwhile.

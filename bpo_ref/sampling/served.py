@@ -42,6 +42,7 @@ from bpo_ref.sampling.engine import (
     Expected,
     OtherWeights,
     Request,
+    Sent,
     checked,
 )
 from bpo_ref.sampling.generate import (
@@ -93,6 +94,7 @@ class Fleet:
         self.adapter = False
         """True if they are an adapter, on top of the weights that the engines were started with."""
         self._folder = ""
+        self._sent: Sent | None = None
         self._verify_again: Verify = lambda engine: None
         self._reviving = [threading.Lock() for _ in engines]
         self._warned: set[str] = set()
@@ -110,6 +112,7 @@ class Fleet:
         again: Verify | None = None,
         load: bool = True,
         adapter: bool = False,
+        sent: Sent | None = None,
     ) -> None:
         """Make all engines serve the weights in a folder.
 
@@ -120,11 +123,13 @@ class Fleet:
             again: called for one that gets the weights again later, from any thread. Default: ``verify``.
             load: False if another process has done it.
             adapter: the folder holds a LoRA adapter, not whole weights.
+            sent: weights that are sent over NCCL; the folder holds none then.
 
         Raises:
             EngineError: an engine did not load them, or does not pass the check.
         """
         self.version, self.adapter, self._folder, self._verify_again = None, adapter, folder, again or verify
+        self._sent = sent
         self._warned.clear()
         if load:
             self._on_each([partial(self._load, engine, version, verify) for engine in self.engines])
@@ -196,8 +201,12 @@ class Fleet:
             logger.warning("%s", text)
 
     def _load(self, engine: Engine, version: str, verify: Verify) -> None:
-        load = engine.load_adapter if self.adapter else engine.load
-        load(self._folder, version, seconds=LOAD_FACTOR * self.seconds)
+        seconds = LOAD_FACTOR * self.seconds
+        if self._sent is not None:
+            engine.receive(self._sent, version, seconds=seconds)
+        else:
+            load = engine.load_adapter if self.adapter else engine.load
+            load(self._folder, version, seconds=seconds)
         verify(engine)
 
     def _revive(self, i: int, version: str) -> None:

@@ -31,6 +31,7 @@ from bpo_ref.sampling.engine import (
     Expected,
     OtherWeights,
     Request,
+    Sent,
     Span,
     WrongEngine,
 )
@@ -48,6 +49,10 @@ DEVELOPER = "VLLM_SERVER_DEV_MODE=1"
 """Setting without which a server does not let its weights be changed."""
 RUNTIME_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 """Setting without which a server does not load adapters."""
+TRANSFER = """--weight-transfer-config '{"backend": "nccl"}'"""
+"""Option without which a server takes no weights over NCCL."""
+NCCL_DEVICES = ("cuda",)
+"""Kinds of devices between which NCCL sends."""
 LOADING = "loading"
 """Version of weights that are being loaded: no run asks for it."""
 LATE = 10.0
@@ -65,7 +70,7 @@ class VllmEngine:
     """A vLLM server.
 
     Args:
-        url: its address, such as ``http://node7:8000``.
+        url: its address, such as ``http://node7:8000``, or ``unix:///path`` of a socket on this machine.
 
     Raises:
         ValueError: it is not an address.
@@ -73,7 +78,9 @@ class VllmEngine:
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+        here = parts.scheme == "unix" and not parts.hostname and parts.path.startswith("/")
+        there = parts.scheme in ("http", "https") and parts.hostname
+        if not (here or there) or parts.query or parts.fragment:
             raise ValueError(f"expected an address such as http://host:8000, found {url!r}")
         _ = parts.port  # raises ValueError where it is not a port
         self.name = url.rstrip("/")
@@ -103,11 +110,21 @@ class VllmEngine:
                 f"{self.name}: it has another tokenizer: expected {expected.tokens} for {text}, found {tokens}"
             )
         tempered = any(temperature != 1.0 for temperature in expected.temperatures)
-        if not (tempered or expected.rank or expected.sleeps):
+        if not (tempered or expected.rank or expected.sleeps or expected.nccl):
             return
         found = self._call("GET", "/server_info?config_format=json", None, end, missing=DEVELOPER)
         config = _part(found, "vllm_config", dict, self.name)
         model = _part(config, "model_config", dict, self.name)
+        if expected.nccl:
+            backend = (config.get("weight_transfer_config") or {"backend": "none"}).get("backend")
+            device = str(_part(config, "device_config", dict, self.name).get("device")).partition(":")[0]
+            if device not in NCCL_DEVICES:
+                raise WrongEngine(f"{self.name}: expected a server on GPUs, for weights over NCCL, found {device}")
+            if backend != "nccl":
+                raise WrongEngine(
+                    f"{self.name}: expected a server that takes weights over NCCL (start it with {TRANSFER}), "
+                    f"found the backend {backend}"
+                )
         if expected.sleeps and not model.get("enable_sleep_mode"):
             raise WrongEngine(f"{self.name}: expected a server that can sleep (start it with --enable-sleep-mode)")
         mode = model.get("logprobs_mode")
@@ -123,6 +140,14 @@ class VllmEngine:
                 f"{self.name}: expected adapters of rank {expected.rank} (start it with {RUNTIME_ADAPTERS}, "
                 f"--enable-lora and --max-lora-rank), found {f'rank {rank} at most' if rank else 'none'}"
             )
+
+    def health(self, *, seconds: float) -> None:
+        """Ask whether it is up.
+
+        Raises:
+            EngineError: it is not, or not yet.
+        """
+        self._call("GET", "/health", None, time.monotonic() + seconds, plain=True)
 
     def generate(self, request: Request, *, seconds: float) -> Answer:
         """Sample a turn; see `Engine.generate`."""
@@ -207,6 +232,22 @@ class VllmEngine:
 
         self._change(version, change, seconds)
 
+    def receive(self, sent: Sent, version: str, /, *, seconds: float) -> None:
+        """Pause, get weights over NCCL, name the version, resume; see `Engine.receive`."""
+
+        def change(end: float) -> None:
+            from bpo_ref.sampling import nccl  # which needs PyTorch, as settings do not
+
+            found = self._call("GET", "/get_world_size", None, end, missing=DEVELOPER)
+            workers = _part(found, "world_size", int, self.name)
+
+            def call(path: str, body: Any) -> Any:
+                return self._call("POST", path, body, end, missing=DEVELOPER)
+
+            nccl.send(call, sent.weights, workers=workers, device=sent.device, end=end, name=self.name)
+
+        self._change(version, change, seconds)
+
     def sleep(self, *, seconds: float) -> None:
         """Move the weights to the CPU and discard the caches; see `Engine.sleep`."""
         self._call("POST", "/sleep?level=1", None, time.monotonic() + seconds, missing=DEVELOPER)
@@ -231,6 +272,13 @@ class VllmEngine:
                 self._call("POST", "/resume", None, max(end, time.monotonic() + LATE))
             raise
         self._call("POST", "/resume", None, max(end, time.monotonic() + LATE))
+
+    def _connection(self, seconds: float) -> tuple[http.client.HTTPConnection, str]:
+        """A connection that is not open yet, and what paths begin with."""
+        if self._parts.scheme == "unix":
+            return _UnixConnection(self._parts.path, timeout=seconds), ""
+        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
+        return kind(self._parts.hostname or "", self._parts.port, timeout=seconds), self._parts.path.rstrip("/")
 
     def _served(self, end: float) -> dict[str, Any]:
         """The model that is served; adapters are listed after it."""
@@ -264,13 +312,12 @@ class VllmEngine:
             BadAnswer: it is not JSON.
             WrongEngine: the server refuses the request.
         """
-        kind = http.client.HTTPSConnection if self._parts.scheme == "https" else http.client.HTTPConnection
         began = time.monotonic()
-        connection = kind(self._parts.hostname or "", self._parts.port, timeout=max(0.01, end - began))
+        connection, prefix = self._connection(max(0.01, end - began))
         try:
             data = None if body is None else json.dumps(body)
             headers = {} if data is None else {"Content-Type": "application/json"}
-            connection.request(method, self._parts.path.rstrip("/") + path, data, headers)
+            connection.request(method, prefix + path, data, headers)
             connected = connection.sock  # which the connection forgets where the answer ends it
             response = connection.getresponse()
             text = _read(response, connected, end)
@@ -294,6 +341,20 @@ class VllmEngine:
             return json.loads(text) if text and not plain else None
         except (ValueError, RecursionError) as error:
             raise BadAnswer(f"{self.name}: expected JSON from {path}, found {told!r}") from error
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP over a Unix socket."""
+
+    def __init__(self, path: str, *, timeout: float) -> None:
+        super().__init__("localhost", timeout=timeout)
+        self._path = path
+
+    def connect(self) -> None:
+        """Connect to the socket."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        self.sock.connect(self._path)
 
 
 class _UnknownModel(WrongEngine):

@@ -22,6 +22,7 @@ import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -32,26 +33,55 @@ from transformers import AutoModelForCausalLM
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import replaced
 from bpo_ref.learning.models import CausalLM, load_policy
-from bpo_ref.sampling.engine import Engine, EngineError, Request, checked
+from bpo_ref.sampling.engine import Engine, EngineError, Request, Sent, checked
 from bpo_ref.sampling.generate import evaluating, score, weights_version
 from bpo_ref.sampling.served import Fleet, Verify
 
 
-def plain_weights(model: CausalLM) -> tuple[CausalLM, dict[str, Tensor]]:
-    """The transformers model, without adapters, and its weights with the adapters added to them."""
-    bare = model.get_base_model() if hasattr(model, "peft_config") else model
-    adapted = {name: module for name, module in bare.named_modules() if hasattr(module, "get_delta_weight")}
-    weights = {}
+def plain_weights(model: CausalLM, *, adapted: bool = True) -> tuple[CausalLM, dict[str, Tensor]]:
+    """The transformers model, without adapters, and its weights with the adapters added to them if ``adapted``."""
+    return _bare(model), dict(_plain(model, adapted=adapted))
+
+
+def _bare(model: CausalLM) -> CausalLM:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
+
+
+def _plain(model: CausalLM, *, adapted: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """The weights of `plain_weights`, one by one."""
+    bare = _bare(model)
+    layers = {name: module for name, module in bare.named_modules() if hasattr(module, "get_delta_weight")}
     for name, tensor in _state(bare):
         if any(f".{part}" in name for part in ("lora_A", "lora_B", "lora_embedding", "lora_magnitude")):
             continue
         name = name.replace(".base_layer.", ".")
         module, _, kind = name.rpartition(".")
-        if kind == "weight" and module in adapted:
-            change = adapted[module].get_delta_weight("default")
+        if adapted and kind == "weight" and module in layers:
+            change = layers[module].get_delta_weight("default")
             tensor = (tensor.float() + change.float()).to(tensor.dtype)
-        weights[name] = tensor.detach()
-    return bare, weights
+        yield name, tensor.detach()
+
+
+def _tied(bare: CausalLM) -> tuple[str, str] | None:
+    """Names of the embeddings and of the output layer, if they are one tensor."""
+    if not bare.config.tie_word_embeddings:
+        return None
+    inputs, outputs = (
+        next(f"{name}.weight" for name, module in bare.named_modules() if module is wanted)
+        for wanted in (bare.get_input_embeddings(), bare.get_output_embeddings())
+    )
+    return inputs, outputs
+
+
+@torch.no_grad()
+def untied_weights(model: CausalLM, *, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Weights of a model one by one, as `write_weights` writes them, where they are."""
+    tied = _tied(_bare(model))
+    for name, tensor in _plain(model):
+        if tied is None or name != tied[1]:
+            yield name, tensor.to(dtype)
+        if tied is not None and name == tied[0]:
+            yield tied[1], tensor.to(dtype)
 
 
 def _state(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
@@ -64,21 +94,19 @@ def _state(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
 
 
 @torch.no_grad()
-def write_weights(model: CausalLM, folder: Path, *, dtype: torch.dtype) -> None:
+def write_weights(model: CausalLM, folder: Path, *, dtype: torch.dtype, adapted: bool = True) -> None:
     """Write a model's weights and its config, as a model of its own without tied weights.
 
     Args:
         model: with or without adapters, all of its weights in this process.
         folder: replaced, if it is there.
         dtype: of the weights as written.
+        adapted: add adapters to the weights.
     """
-    bare, weights = plain_weights(model)
+    bare, weights = plain_weights(model, adapted=adapted)
     weights = {name: tensor.to("cpu", dtype, copy=True) for name, tensor in weights.items()}
-    if bare.config.tie_word_embeddings:
-        inputs, outputs = (
-            next(f"{name}.weight" for name, module in bare.named_modules() if module is wanted)
-            for wanted in (bare.get_input_embeddings(), bare.get_output_embeddings())
-        )
+    if tied := _tied(bare):
+        inputs, outputs = tied
         weights[outputs] = weights[inputs].clone()
     with replaced(folder) as fresh:
         bare.save_pretrained(fresh, state_dict=weights)
@@ -198,6 +226,7 @@ class Publisher:
         proof: that they have the weights.
         dtype: of the weights as written.
         adapters: send adapters alone, to engines that were started with the weights below them.
+        device: GPU from which weights are sent over NCCL, instead of being written; None: they are written.
         pinned: the engines go on with these weights while the model's change: one that has to get them again is
             compared with what is written.
     """
@@ -211,7 +240,9 @@ class Publisher:
         dtype: torch.dtype,
         adapters: bool = False,
         pinned: bool = False,
+        device: torch.device | None = None,
     ) -> None:
+        self.device = device
         self.fleet, self.folder, self.proof, self.dtype = fleet, folder.resolve(), proof, dtype
         self.adapters, self.pinned = adapters, pinned
         self._name = uuid.uuid4().hex[:12]
@@ -239,7 +270,8 @@ class Publisher:
     def follow(self, model: CausalLM, version: str) -> None:
         """Note what another process has published."""
         verify = self._verify_again(model, version)
-        self.fleet.serve(str(self.folder / version), version, verify, load=False, adapter=self.adapters)
+        serve = partial(self.fleet.serve, str(self.folder / version), version, verify, load=False)
+        serve(adapter=self.adapters, sent=self._sent(model))
         self._published = model, weights_version(model)
 
     def close(self) -> None:
@@ -250,16 +282,23 @@ class Publisher:
     def _serve(self, model: CausalLM) -> str:
         version = f"{self._name}-{self._count}"
         self._count += 1
-        if self.adapters:
+        if self.device is not None:
+            (self.folder / version).mkdir(parents=True)  # for the locks of processes that find an engine without them
+        elif self.adapters:
             write_adapter(model, self.folder / version)
         else:
             write_weights(model, self.folder / version, dtype=self.dtype)
         verify, again = self._verify(model, version), self._verify_again(model, version)
-        self.fleet.serve(str(self.folder / version), version, verify, again=again, adapter=self.adapters)
+        serve = partial(self.fleet.serve, str(self.folder / version), version, verify, again=again)
+        serve(adapter=self.adapters, sent=self._sent(model))
         for folder in self.folder.glob(f"{self._name}-*"):
             if folder.name != version:
                 shutil.rmtree(folder, ignore_errors=True)
         return version
+
+    def _sent(self, model: CausalLM) -> Sent | None:
+        """Weights that are sent over NCCL; None: they are written."""
+        return None if self.device is None else Sent(partial(untied_weights, model, dtype=self.dtype), self.device)
 
     def _verify(self, model: CausalLM, version: str) -> Verify:
         def verify(engine: Engine) -> None:

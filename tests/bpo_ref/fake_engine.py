@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -70,6 +71,8 @@ class FakeServer:
     rank: int = 0
     """Largest rank of adapters; 0: it takes none."""
     port: int = 0
+    socket: str = ""
+    """Path of a Unix socket on which it listens, instead of a port."""
     requests: list[dict[str, Any]] = field(default_factory=list)
     loads: int = 0
 
@@ -88,10 +91,11 @@ class FakeServer:
         self.version, self.paused, self.asleep, self.turns = "default", False, False, 0
         self.changed = threading.Condition()
         self.closing = threading.Event()
-        self.http = _Http(("127.0.0.1", self.port), _Handler)
+        self.http = _UnixHttp(self.socket, _Handler) if self.socket else _Http(("127.0.0.1", self.port), _Handler)
         self.http.daemon_threads = False
         self.http.fake = self  # type: ignore[attr-defined]
-        self.port = self.http.server_address[1]
+        if not self.socket:
+            self.port = self.http.server_address[1]
         self.thread = threading.Thread(target=self.http.serve_forever, args=(0.01,))
         self.thread.start()
 
@@ -118,6 +122,8 @@ class FakeServer:
             return {
                 "data": [{"id": "policy", "max_model_len": self.context}, *({"id": name} for name in self.adapters)]
             }
+        if path == "/health":
+            return {}
         if path == "/version":
             return {"version": self.vllm}
         if path == "/weight_info":
@@ -231,6 +237,13 @@ class FakeServer:
 
 class _Http(ThreadingHTTPServer):
     request_queue_size = 256  # so many may knock at the same time
+
+
+class _UnixHttp(_Http):
+    address_family = socket.AF_UNIX
+
+    def server_bind(self) -> None:
+        self.socket.bind(self.server_address)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 import urllib.request
@@ -21,15 +23,20 @@ import pytest
 import torch
 from components import missing
 from fake_engine import wait_until
+from over_sockets import SocketGroup
 from safetensors.torch import load_file, save_file
 from served_runs import assert_greedy_trees_are_equal, greedily, moved, pretrained, told, trainer_of
+from test_colocated import alive
 
 from bpo_ref.config import ConfigError
-from bpo_ref.sampling import served, weights
+from bpo_ref.running import servers
+from bpo_ref.sampling import nccl, served, vllm, weights
+from bpo_ref.sampling.nccl import described
 from bpo_ref.session import TrainingFailed
 
 PYTHON = os.environ.get("SANDBOXGYM_VLLM", "")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
+VLLM = ("-m", "vllm.entrypoints.cli.main")
 OPTIONS = (
     "--enable-scale-out", "--enable-prefix-caching", "--logprobs-mode", "processed_logprobs", "--dtype", "float32",
     "--enforce-eager", "--max-model-len", "160", "--host", "127.0.0.1",
@@ -46,11 +53,11 @@ start, and spins between turns."""
 class Server:
     """A server process of its own session, which can be killed with all of its children."""
 
-    def __init__(self, folder: Path, log: Path, *more: str) -> None:
+    def __init__(self, folder: Path, log: Path, *more: str, program: tuple[str, ...] = VLLM) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
-        self.folder, self.log, self.more = folder, log, more
+        self.folder, self.log, self.more, self.program = folder, log, more, program
         self.start()
         try:
             self.ready()
@@ -65,8 +72,7 @@ class Server:
     def start(self) -> None:
         command = [
             PYTHON,
-            "-m",
-            "vllm.entrypoints.cli.main",
+            *self.program,
             "serve",
             str(self.folder),
             *OPTIONS,
@@ -229,6 +235,45 @@ def test_adapters_alone_are_served_on_top_of_the_weights_that_the_server_was_sta
     finally:
         other.kill()
     assert_little_mismatch(tmp_path / "run")
+
+
+def test_the_run_s_own_server_learns_and_ends_with_it(
+    folder: Path, untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`test_colocated` has all the ways in which it can end, with a stand-in."""
+    runtime = Path(tempfile.mkdtemp(prefix="run-"))  # the names of sockets are short
+    monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(runtime))
+    trainer_of(folder, tmp_path / "out", server=("colocate",), server_timeout=60.0).run()
+    assert_little_mismatch(tmp_path / "out")
+    assert not alive(runtime) and not list(runtime.glob("served-*"))
+    shutil.rmtree(runtime)
+
+
+def test_weights_arrive_as_over_nccl_and_a_server_without_it_is_refused(
+    server: Server, folder: Path, untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of vLLM's receiving side, but for sockets in the place of NCCL."""
+    with pytest.raises(ConfigError, match="nccl sends from a GPU, and this process has cpu"):
+        trainer_of(folder, tmp_path / "none", server, server_sends="nccl")
+    for module in (vllm, servers):
+        monkeypatch.setattr(module, "NCCL_DEVICES", ("cpu",))
+    monkeypatch.setattr(nccl, "NcclGroup", SocketGroup)
+    with pytest.raises(ConfigError, match=r"weights over NCCL \(start it with --weight-transfer-config .* none"):
+        trainer_of(folder, tmp_path / "other", server, server_sends="nccl")
+    program, option = (str(Path(__file__).with_name("over_sockets.py")),), '{"backend": "nccl"}'
+    other = Server(untied, tmp_path / "log", "--weight-transfer-config", option, program=program)
+    try:
+        trainer_of(folder, tmp_path / "out", other, server_sends="nccl").run()
+        trainer_of(folder, tmp_path / "lora", other, server_sends="nccl", lora_r=2, lr=0.05).run()
+        assert SocketGroup.opened == SocketGroup.closed == 8, "a group per update: rolled weights, and three versions"
+        assert not list((tmp_path / "out/served").glob("*/*.safetensors"))
+        monkeypatch.setattr(nccl, "described", lambda weights: {**described(weights), "names": ["model.norm.weight"]})
+        with pytest.raises(TrainingFailed, match="failed with status"):
+            trainer_of(folder, tmp_path / "garbled", other, server_sends="nccl").run()
+    finally:
+        other.kill()
+    for name in ("out", "lora"):
+        assert_little_mismatch(tmp_path / name)
 
 
 def test_a_server_that_is_killed_in_a_rollout_and_started_again_gets_the_weights_again(
