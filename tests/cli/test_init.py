@@ -30,7 +30,7 @@ def package(tmp_path, monkeypatch, run) -> Path:
 def within(package: Path, *command: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", package / "src"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support", package / "src"))),
         "NO_COLOR": "1",
     }
     program = [sys.executable, "-m", *command]
