@@ -505,7 +505,12 @@ def test_bad_http_requests_have_a_status_and_words(server: Server) -> None:
         ("/Trouble-v0/tasks", {"split": 3}, 422, "expected split as text"),
         ("/Trouble-v0/tasks", {"split": "/etc"}, 422, "expected the name of a split, found '/etc'"),
         ("/Trouble-v0/num_tasks", {"split": "../secret"}, 422, "expected the name of a split"),
-        ("/Trouble-v0/task", {"split": Path(__file__).parent.name, "index": 0}, 422, "expected the name of a split"),
+        (
+            "/Trouble-v0/task",
+            {"split": "tests", "index": 0},
+            422,
+            "expected the name of a split",
+        ),
         ("/Trouble-v0/task", {"split": "default"}, 422, "expected an index, found none"),
         ("/Trouble-v0/task", {"split": "default", "index": True}, 422, "as integers"),
     ]:

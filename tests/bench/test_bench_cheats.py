@@ -33,11 +33,11 @@ def test_the_task_is_a_row_as_they_are_published() -> None:
 
 def test_the_summary_counts_what_fools_both() -> None:
     outcomes = [
-        cheats.Outcome(Cheat("honest", "x", honest=True), "resolved", True, (), True),
-        cheats.Outcome(Cheat("named", "x"), "resolved", True, ("exit",), True),
-        cheats.Outcome(Cheat("not named", "x"), "resolved", True, (), True),
-        cheats.Outcome(Cheat("differs", "x"), "tests fail", False, (), True),
-        cheats.Outcome(Cheat("outside", "x", outside=True), "tests fail", False, (), False),
+        cheats.CheatOutcome(Cheat("honest", "x", honest=True), "resolved", True, (), True),
+        cheats.CheatOutcome(Cheat("named", "x"), "resolved", True, ("exit",), True),
+        cheats.CheatOutcome(Cheat("not named", "x"), "resolved", True, (), True),
+        cheats.CheatOutcome(Cheat("differs", "x"), "tests fail", False, (), True),
+        cheats.CheatOutcome(Cheat("outside", "x", outside=True), "tests fail", False, (), False),
     ]
     text = "\n".join(cheats.summary(outcomes))
     assert "4 cheats, 1 of them outside of the difference, of which 0 count here" in text

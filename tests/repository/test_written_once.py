@@ -121,7 +121,7 @@ HOMES: dict[Callable[[ast.AST], bool], dict[str, str]] = {
     reads_processes: {
         "sandboxgym/system/proc.py": "the home",
         "sandboxgym/sandbox/overlay/kernel.py": "addresses of this process's own command line",
-        "sandboxgym/attack/starvation.py": "the size of an attacking process",
+        "sandboxgym/attack/stage.py": "the size of an attacking process",
         "sandboxgym/bench/tools/cost.py": "runs with the package of another checkout",
     },
 }

@@ -10,9 +10,9 @@ import slowest
 
 ROOT = Path(__file__).parents[2]
 REPORT = """<testsuites><testsuite name="pytest">
-<testcase classname="tests.test_slowest" name="test_a[x-1.5]" time="4.5" />
-<testcase classname="tests.test_slowest.TestB" name="test_b" time="1.25" />
-<testcase classname="tests.test_slowest" name="test_c" time="0.5" />
+<testcase classname="tests.tools.test_slowest" name="test_a[x-1.5]" time="4.5" />
+<testcase classname="tests.tools.test_slowest.TestB" name="test_b" time="1.25" />
+<testcase classname="tests.tools.test_slowest" name="test_c" time="0.5" />
 <testcase classname="tests.no_such_module" name="test_d" time="9" />
 </testsuite></testsuites>"""
 

@@ -15,7 +15,7 @@ import pytest
 from components import missing
 from gymnasium.error import DependencyNotInstalled
 
-from sandboxgym.bench.search import Generator
+from sandboxgym.bench.search import QueryGenerator
 from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, load_catalogue
 from sandboxgym.envs.webshop.retrieval import index as index_module
 from sandboxgym.envs.webshop.retrieval import index_build
@@ -101,7 +101,7 @@ def test_pruned_lists_are_lucenes_on_other_documents(
     need_lucene()
     for module in (index_module, index_build):
         monkeypatch.setattr(module, "EXHAUSTIVE", 0)
-    documents = list(Generator(catalogue, seed=7).documents(20_000))
+    documents = list(QueryGenerator(catalogue, seed=7).documents(20_000))
     try:
         build_lucene(documents, tmp_path / "lucene")
     except DependencyNotInstalled as error:
@@ -182,10 +182,10 @@ def test_searching_english_imports_nothing_extra() -> None:
 
 
 def test_the_benchmark_generates_texts_like_those_of_products(catalogue: Catalogue) -> None:
-    generator = Generator(catalogue, seed=3)
+    generator = QueryGenerator(catalogue, seed=3)
     generated = list(generator.documents(2000))
     assert generated == list(generator.documents(2000))
-    assert generated[:10] != list(Generator(catalogue, seed=4).documents(10))
+    assert generated[:10] != list(QueryGenerator(catalogue, seed=4).documents(10))
     assert len({name for name, _ in generated}) == 2000
     real = [len(text.split()) for _, text in search_module.documents(catalogue)]
     made = [len(text.split()) for _, text in generated]
