@@ -13,6 +13,20 @@ MOST_LINES = 700
 """Lines of the algorithm's file, in which one update is read from top to bottom."""
 MOST_FILES = 15
 """Python files of one folder that a newcomer can still take in."""
+CODE = ("sandboxgym", "sandboxgym_pytest", "bpo_ref", "tests", "conformance", "docs")
+"""Folders of the repository with Python."""
+LARGER = {"conformance/zoo": "counterexamples, kill matrix and false alarms name its classes by module"}
+"""Folders with more files than that, each with its reason."""
+LATE_CIRCLES = {
+    "sandboxgym.conformance.subject": "the suite, whose digest identifies its evidence: a subject makes its own scenes",
+    "sandboxgym.conformance.runner": "the suite, as above: a run shrinks what it finds by running again",
+    "sandboxgym.envs.swebench.workspaces.workspace": "the official code is imported as a task begins, not before",
+    "sandboxgym.envs.swebench.rows.tasks": "the embedded tasks are one of the data sets that are opened by name",
+    "sandboxgym.sandbox.overlay.backend": "one function asks for the room of CRIU; its self-test makes a sandbox",
+    "sandboxgym.sandbox.layers.store": "`OverlayTree.pack` is a method, the format of archives a module",
+    "sandboxgym.workers.worker": "`make_worker` knows the kinds by name; one imports Ray",
+}
+"""A module of every circle that is closed by an import within a function, and why it is left."""
 
 
 def modules_of(package: Path) -> dict[str, Path]:
@@ -24,24 +38,24 @@ def modules_of(package: Path) -> dict[str, Path]:
     return found
 
 
-def executed(body: list[ast.stmt]) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Import statements that run when a module is imported: not those of functions, nor those for type checkers."""
+def executed(body: list[ast.stmt], *, late: bool = False) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Import statements that run when a module is imported, with `late` also in functions; not those for types."""
     for statement in body:
         if isinstance(statement, (ast.Import, ast.ImportFrom)):
             yield statement
         elif isinstance(statement, ast.If) and "TYPE_CHECKING" in ast.unparse(statement.test):
-            yield from executed(statement.orelse)
-        elif not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield from executed(statement.orelse, late=late)
+        elif late or not isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef)):
             for name in ("body", "orelse", "finalbody"):
-                yield from executed(getattr(statement, name, []))
-            for handler in getattr(statement, "handlers", []):
-                yield from executed(handler.body)
+                yield from executed(getattr(statement, name, []), late=late)
+            for part in (*getattr(statement, "handlers", []), *getattr(statement, "cases", [])):
+                yield from executed(part.body, late=late)
 
 
-def imports_of(name: str, path: Path, modules: Mapping[str, Path]) -> set[str]:
-    """Modules of the package that a module imports when it is imported."""
+def imports_of(name: str, path: Path, modules: Mapping[str, Path], *, late: bool = False) -> set[str]:
+    """Modules of the package that a module imports when it is imported; with `late` also those of its functions."""
     found = set()
-    for statement in executed(ast.parse(path.read_text(encoding="utf-8")).body):
+    for statement in executed(ast.parse(path.read_text(encoding="utf-8")).body, late=late):
         if isinstance(statement, ast.Import):
             found |= {alias.name for alias in statement.names}
             continue
@@ -70,9 +84,9 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
     return sorted(map(sorted, groups))
 
 
-def circles_of(package: Path) -> list[list[str]]:
+def circles_of(package: Path, *, late: bool = False) -> list[list[str]]:
     modules = modules_of(package)
-    return circles({name: imports_of(name, path, modules) for name, path in modules.items()})
+    return circles({name: imports_of(name, path, modules, late=late) for name, path in modules.items()})
 
 
 @pytest.mark.parametrize("package", ["bpo_ref", "sandboxgym"])
@@ -82,21 +96,22 @@ def test_no_module_imports_itself_by_way_of_others(package: str) -> None:
     assert not circles_of(ROOT / package)
 
 
-@pytest.mark.parametrize(
-    ("package", "some"),
-    [
-        ("bpo_ref", {"bpo_ref", "bpo_ref/sampling", "bpo_ref/learning", "bpo_ref/distributed"}),
-        (
-            "sandboxgym",
-            {"sandboxgym", "sandboxgym/tree", "sandboxgym/sandbox/overlay", "sandboxgym/conformance/harness"},
-        ),
-    ],
-)
-def test_no_room_has_too_many_files(package: str, some: set[str]) -> None:
-    folders = {path.parent for path in modules_of(ROOT / package).values()}
+def test_circles_closed_by_functions_have_a_reason() -> None:
+    """Every circle has one module of the list, and every module of the list a circle."""
+    found = [circle for package in ("bpo_ref", "sandboxgym") for circle in circles_of(ROOT / package, late=True)]
+    named = [[name for name in circle if name in LATE_CIRCLES] for circle in found]
+    assert all(len(names) == 1 for names in named), found
+    assert sorted(name for names in named for name in names) == sorted(LATE_CIRCLES)
+    assert all(len(circle) <= 9 for circle in found)
+
+
+def test_no_room_has_too_many_files() -> None:
+    folders = {path.parent for name in CODE for path in (ROOT / name).rglob("*.py") if "runs" not in path.parts}
     counts = {folder.relative_to(ROOT).as_posix(): len(list(folder.glob("*.py"))) for folder in folders}
-    assert some < set(counts)
-    assert not {folder: count for folder, count in counts.items() if count > MOST_FILES}
+    assert {"bpo_ref", "sandboxgym", "sandboxgym/sandbox/overlay", "tests", "tests/bpo_ref", "conformance"} < set(
+        counts
+    )
+    assert {folder for folder, count in counts.items() if count > MOST_FILES} == set(LARGER)
 
 
 def test_rooms_of_the_environments_package_import_in_one_direction() -> None:
@@ -235,6 +250,7 @@ def test_the_map_names_every_room_and_every_module_at_the_top_of_a_package(packa
         ("if True:\n    import house.b", True),
         ("class A:\n    import house.b", True),
         ("def f():\n    import house.b", False),
+        ("class A:\n    def f(self):\n        match 1:\n            case 1:\n                import house.b", False),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.b import x", False),
         ("import typing\nif typing.TYPE_CHECKING:\n    pass\nelse:\n    import house.b", True),
     ],
@@ -252,4 +268,6 @@ def test_a_circle_of_imports_is_found(tmp_path: Path, first: str, closes: bool) 
         "d": "import house.a",  # leads into the circle, and is no part of it
     }.items():
         (house / f"{name}.py").write_text(text)
-    assert circles_of(house) == ([["house.a", "house.b", "house.room.c"]] if closes else [])
+    circle = [["house.a", "house.b", "house.room.c"]]
+    assert circles_of(house) == (circle if closes else [])
+    assert circles_of(house, late=True) == (circle if closes or "TYPE_CHECKING" not in first else [])
