@@ -1,4 +1,4 @@
-"""What all of this room rely on: errors of environments in workers and of fleets, and the counts of a worker."""
+"""Errors of environments in workers and of fleets, and the counts of a worker."""
 
 from __future__ import annotations
 
