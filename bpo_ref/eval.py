@@ -153,7 +153,7 @@ def results_table(scores: Mapping[str, Score]) -> str:
 
 
 @dataclass(frozen=True)
-class Args:
+class EvalArgs:
     """Evaluate a checkpoint. For a checkpoint of the trainer, the defaults are the settings of its run."""
 
     checkpoint: str
@@ -200,14 +200,14 @@ class Args:
     """File for the score."""
 
 
-def defaults(checkpoint: str) -> Args:
+def defaults(checkpoint: str) -> EvalArgs:
     """Settings with which the trainer evaluated its checkpoint; the class's defaults for other folders and names."""
     if not Path(checkpoint).is_dir():
-        return Args(checkpoint=checkpoint)
+        return EvalArgs(checkpoint=checkpoint)
     from bpo_ref.learning.checkpoint import args_of  # imports PyTorch, in whose format they were saved
 
     saved = args_of(Path(checkpoint))
-    mine = {field.name for field in fields(Args)} - {"env_kwargs", "temperature", "episodes"}
+    mine = {field.name for field in fields(EvalArgs)} - {"env_kwargs", "temperature", "episodes"}
     given: dict[str, Any] = {name: value for name, value in saved.items() if name in mine}
     if saved:
         given |= {"env_kwargs": saved["eval_kwargs"], "temperature": saved["eval_temperature"]}
@@ -215,7 +215,7 @@ def defaults(checkpoint: str) -> Args:
     if given.get("backend") not in get_args(LocalBackendName):
         given.pop("backend", None)
     given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return Args(checkpoint=checkpoint, **given)
+    return EvalArgs(checkpoint=checkpoint, **given)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -239,7 +239,7 @@ def _main(argv: Sequence[str] | None) -> None:
     parser.add_argument("--checkpoint")
     known, _ = parser.parse_known_args(argv)
     default: dict[str, Any] = {} if known.checkpoint is None else {"default": defaults(known.checkpoint)}
-    args = tyro.cli(Args, args=argv, config=(tyro.conf.FlagConversionOff,), **default)
+    args = tyro.cli(EvalArgs, args=argv, config=(tyro.conf.FlagConversionOff,), **default)
     args = replace(args, env_id=registered_id(args.env_id))
     refuse_missing_folder("checkpoint", args.checkpoint)
     refuse_environment(args.env_id, args.env_kwargs, args.max_turns)

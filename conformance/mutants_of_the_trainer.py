@@ -111,7 +111,7 @@ class Trial:
         os.environ["SANDBOXGYM_SLOWEST"] = ""  # all tests without the mark, also those that take some seconds
         sys.path.insert(0, str(self.copy))
         sys.dont_write_bytecode = True
-        files = [str(self.copy / "tests" / "bpo_ref" / name) for name in self.names]
+        files = [str(next((self.copy / "tests" / "bpo_ref").rglob(name))) for name in self.names]
         options = ["-x", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", "not slow", "-k", STAGES[self.stage]]
         code = int(pytest.main([*options, *files]))
         sys.stdout.flush()

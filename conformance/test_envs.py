@@ -13,7 +13,7 @@ import pytest
 import sandboxgym  # noqa: F401  # registers the ids
 from sandboxgym.conformance import Subject, Verdict, all_checks, run
 
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 from components import missing
 
 ENVS = ["sandboxgym/ALFWorld-v0", "sandboxgym/WebShop-v0"]

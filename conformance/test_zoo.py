@@ -26,7 +26,7 @@ import zoo  # noqa: E402
 from sandboxgym.conformance import Verdict  # noqa: E402
 from sandboxgym.conformance.check import Result  # noqa: E402
 
-sys.path.append(str(HERE.parent / "tests"))
+sys.path.append(str(HERE.parent / "tests" / "support"))
 from components import missing  # noqa: E402
 
 pytestmark = pytest.mark.slow
@@ -47,7 +47,7 @@ def test_killed_by_a_check_that_names_the_hazard(mutant: zoo.Mutant) -> None:
 
 IN_JAIL = ("api", "restore.trace_equality", "restore.many", "fork.trace_equality")
 """Checks of a jail, whose steps are processes: all take five minutes. Those of the section `hostile`, which find all of
-its mutants, meet it in tests/conformance/test_hostile.py."""
+its mutants, meet it in tests/conformance/probes/test_hostile.py."""
 SHARES = 4
 """Parts of the checks, of which an environment meets one here, and the next environment the next."""
 
@@ -248,12 +248,12 @@ def test_false_alarms_are_looked_for_where_it_is_asked() -> None:
 
 
 def test_a_third_party_package_certifies_itself_in_one_line() -> None:
-    """By a few checks here: tests/conformance/test_documented_examples.py runs all of them on it."""
+    """By a few checks here: tests/conformance/reports/test_documented_examples.py runs all of them on it."""
     package = HERE / "example_package"
     sources = [path.read_text(encoding="utf-8") for path in (package / "src").rglob("*.py")]
     assert sources and not any("sandboxgym" in source for source in sources)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "few_checks", "tests"]
-    path = os.pathsep.join([str(HERE.parent / "tests"), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(HERE.parent / "tests" / "support"), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
     env = {**os.environ, "PYTHONPATH": path}
     done = subprocess.run(command, cwd=package, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr

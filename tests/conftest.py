@@ -17,13 +17,21 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+# Folders with modules that tests of other folders import, by their bare names.
+TESTS = Path(__file__).parent
+SHARED = (
+    *("", "support", "tools", "repository", "sandbox", "tree"),
+    *("bpo_ref", "bpo_ref/adapters", "bpo_ref/distributed", "bpo_ref/estimators"),
+    *("bpo_ref/learning", "bpo_ref/running", "bpo_ref/sampling"),
+    *("conformance", "conformance/probes", "envs/harbor", "envs/webshop"),
+)
+sys.path[:0] = [str(TESTS / room) for room in SHARED]
 
-import slowest
-import toy_envs
-from components import missing as missing  # for test modules too
+import slowest  # noqa: E402
+import toy_envs  # noqa: E402
+from components import missing as missing  # noqa: E402  # for test modules too
 
-from sandboxgym.system import directories
+from sandboxgym.system import directories  # noqa: E402
 
 toy_envs.register()
 

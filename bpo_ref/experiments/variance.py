@@ -35,7 +35,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import tyro
 
 from bpo_ref.args import Args
 from bpo_ref.config import checked
@@ -308,18 +307,3 @@ def is_biased(method: str) -> bool:
     chosen = DEFAULTS | PRESETS[algo] | given
     forks = chosen["schedule"] not in ("none", "mc")
     return chosen["credit"] not in ("tree", "mc") or (forks and chosen["step_weight_power"] != 1.0)
-
-
-def main() -> None:
-    """Run the command line."""
-    study = tyro.cli(Study, config=(tyro.conf.FlagConversionOff,))
-    from bpo_ref.experiments.laboratory import run  # imports PyTorch, which takes seconds: --help needs none of it
-
-    try:
-        print(table(run(study)))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
-
-
-if __name__ == "__main__":
-    main()

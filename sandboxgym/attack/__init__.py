@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from sandboxgym.attack.attempt import GROUPS, VERDICTS, Attempt, NotApplicable, Outcome
+from sandboxgym.attack.attempt import GROUPS, VERDICTS, Attempt, AttemptOutcome, NotApplicable
 from sandboxgym.attack.report import Report
 from sandboxgym.attack.run import BACKENDS, SAMPLE, attack, attempts, matching
 
@@ -21,8 +21,8 @@ __all__ = [
     "SAMPLE",
     "VERDICTS",
     "Attempt",
+    "AttemptOutcome",
     "NotApplicable",
-    "Outcome",
     "Report",
     "attack",
     "attempts",

@@ -85,7 +85,7 @@ class Attempt:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttemptOutcome:
     """Outcome of an attempt on one backend."""
 
     backend: str

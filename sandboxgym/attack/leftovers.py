@@ -17,8 +17,8 @@ from typing import Any
 from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, passed
 from sandboxgym.attack.limits import _alive
 from sandboxgym.attack.prober import Prober
-from sandboxgym.attack.stage import MIB, Stage
-from sandboxgym.attack.starvation import Owner, clear, run_directories
+from sandboxgym.attack.stage import MIB, OwnerProcess, Stage
+from sandboxgym.attack.starvation import clear, run_directories
 from sandboxgym.sandbox.base import CONTROL, SandboxError
 from sandboxgym.sandbox.layers.disk import remove_directories
 from sandboxgym.sandbox.sandbox import Sandbox
@@ -301,7 +301,7 @@ def _after_close(kind: str) -> Callable[[Stage], Seen]:
 
 def _after_kill(kind: str) -> Callable[[Stage], Seen]:
     def run(stage: Stage) -> Seen:
-        owner = Owner(stage.backend, stage.image)
+        owner = OwnerProcess(stage.backend, stage.image)
         try:
             owner.tell("hold", kind)
             found = owner.answer(seconds=40, most=1024 * MIB)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 
-from sandboxgym.attack.attempt import GROUPS, VERDICTS, Outcome
+from sandboxgym.attack.attempt import GROUPS, VERDICTS, AttemptOutcome
 
 BEGIN, END = "<!-- doctor --attack: begin -->", "<!-- doctor --attack: end -->"
 """Marks of the part of a page that `Report.markdown` writes."""
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- doctor --attack: begin -->", "<!-- doctor --attack: end -->"
 class Report:
     """Outcomes of all attempts."""
 
-    outcomes: tuple[Outcome, ...]
+    outcomes: tuple[AttemptOutcome, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)
     """Backends that cannot run here, with the reason."""
     machine: Mapping[str, str] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class Report:
         found = (o.verdict for o in self.outcomes if o.backend == backend and o.group == group)
         return Counter(found)
 
-    def named(self, verdict: str) -> list[Outcome]:
+    def named(self, verdict: str) -> list[AttemptOutcome]:
         """Outcomes with a verdict."""
         return [outcome for outcome in self.outcomes if outcome.verdict == verdict]
 
@@ -111,9 +111,9 @@ def _row(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def _merged(outcomes: list[Outcome], *, verbose: bool) -> list[tuple[str, list[str], str]]:
+def _merged(outcomes: list[AttemptOutcome], *, verbose: bool) -> list[tuple[str, list[str], str]]:
     """One line per attempt with all its backends; those without isolation are named together."""
-    found: dict[str, list[Outcome]] = {}
+    found: dict[str, list[AttemptOutcome]] = {}
     for outcome in outcomes:
         found.setdefault(outcome.name, []).append(outcome)
     rows = []

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cache
 
-from sandboxgym.attack.attempt import Attempt, NotApplicable, Outcome, Verdict
+from sandboxgym.attack.attempt import Attempt, AttemptOutcome, NotApplicable, Verdict
 from sandboxgym.attack.image import own_image
 from sandboxgym.attack.prober import ProberLost
 from sandboxgym.attack.report import Report, machine_facts
@@ -29,7 +29,7 @@ SHARED = "limits/share-*"
 PARTS = ("starvation.0", "starvation.1", "starvation.2", "limits", "leftovers", "escape")
 """Parts of the attempts, one per attacking program: a class, or every third attempt of the slowest class."""
 
-Told = Callable[[Outcome], None]
+Told = Callable[[AttemptOutcome], None]
 
 
 @cache
@@ -95,12 +95,12 @@ def attack(
     if unknown:
         raise ValueError(f"expected backends of {', '.join(BACKENDS)}, found {unknown[0]!r}")
     began = time.monotonic()
-    outcomes: list[Outcome] = []
+    outcomes: list[AttemptOutcome] = []
     unavailable: dict[str, str] = {}
     facts = machine_facts()
     lock = threading.Lock()
 
-    def tell(outcome: Outcome) -> None:
+    def tell(outcome: AttemptOutcome) -> None:
         with lock:
             outcomes.append(outcome)
             told(outcome)
@@ -150,17 +150,17 @@ def _worker(backend: str, part: str, only: str, image: str | None, tell: Told) -
             content = json.loads(line)
             if "unavailable" in content:
                 return str(content["unavailable"])
-            outcome = Outcome(**content)
+            outcome = AttemptOutcome(**content)
             del waiting[outcome.name]
             tell(outcome)
         process.wait()  # before its input is closed, which would end it while it clears up
     for attempt in waiting.values():
         detail = f"the program that makes the attempts ended with status {process.returncode}"
-        tell(Outcome(backend, attempt.name, attempt.group, "not applicable", attempt.about, detail))
+        tell(AttemptOutcome(backend, attempt.name, attempt.group, "not applicable", attempt.about, detail))
     return ""
 
 
-def attacked(backend: str, some: Sequence[Attempt], image: str | None) -> Iterator[Outcome]:
+def attacked(backend: str, some: Sequence[Attempt], image: str | None) -> Iterator[AttemptOutcome]:
     """Make attempts on one backend, in this process.
 
     Raises:
@@ -169,7 +169,7 @@ def attacked(backend: str, some: Sequence[Attempt], image: str | None) -> Iterat
     if backend == "copy":
         for attempt in some:
             detail = "nothing is isolated: it was not tried"
-            yield Outcome(backend, attempt.name, attempt.group, "declared", attempt.about, detail)
+            yield AttemptOutcome(backend, attempt.name, attempt.group, "declared", attempt.about, detail)
         return
     stage = Stage(backend, image=image)
     try:
@@ -179,12 +179,12 @@ def attacked(backend: str, some: Sequence[Attempt], image: str | None) -> Iterat
         stage.close()
 
 
-def made(attempt: Attempt, stage: Stage) -> Outcome:
+def made(attempt: Attempt, stage: Stage) -> AttemptOutcome:
     """Make one attempt on one backend; returns its outcome."""
     began = time.monotonic()
     verdict, detail = _judged(attempt, stage, stage.capabilities)
     seconds = round(time.monotonic() - began, 2)
-    return Outcome(stage.backend, attempt.name, attempt.group, verdict, attempt.about, detail, seconds)
+    return AttemptOutcome(stage.backend, attempt.name, attempt.group, verdict, attempt.about, detail, seconds)
 
 
 def _judged(attempt: Attempt, stage: Stage, capabilities: Capabilities) -> tuple[Verdict, str]:

@@ -7,28 +7,31 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import json
 import os
 import secrets
+import select
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sandboxgym.attack.attempt import NotApplicable
 from sandboxgym.attack.prober import Prober, ProberLost
 from sandboxgym.sandbox.base import Capabilities, Limits, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
-
-if TYPE_CHECKING:
-    from sandboxgym.attack.starvation import Owner
+from sandboxgym.system import interpreter
 
 MIB = 2**20
+KILL_BYTES = 500 * MIB
+"""Memory that an owner process may take beyond what it had, before it is killed."""
 LIMITS = Limits(seconds=20, memory=192 * MIB, processes=64, disk=24 * MIB)
 """Limits of every attacked sandbox, unless an attempt needs others."""
 FULL = "full"
@@ -118,6 +121,67 @@ class HostThings:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
+class OwnerProcess:
+    """An owner process of one backend, watched."""
+
+    def __init__(self, backend: str, image: str | None) -> None:
+        self.process = subprocess.Popen(
+            interpreter.module_command("sandboxgym.attack.owner", backend, image or ""),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=interpreter.environment(),
+        )
+        self.answer(seconds=30, most=KILL_BYTES)
+
+    @property
+    def resident(self) -> int:
+        """Bytes of memory that the process has now."""
+        try:
+            with open(f"/proc/{self.process.pid}/statm") as file:
+                return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
+        except (OSError, IndexError):
+            return 0
+
+    def tell(self, *words: str) -> None:
+        """Send the owner process a task."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(" ".join(words).encode() + b"\n")
+        self.process.stdin.flush()
+
+    def answer(self, *, seconds: float, most: int) -> dict[str, Any]:
+        """Read its answer; taking too long or too much is an answer too, and gets it killed."""
+        assert self.process.stdout is not None
+        deadline, before = time.monotonic() + seconds, self.resident
+        while not select.select([self.process.stdout], [], [], 0.05)[0]:
+            grown = self.resident - before
+            if grown > most or time.monotonic() > deadline:
+                self.kill()
+                what = f"took {grown // MIB} MiB of memory" if grown > most else f"waited for more than {seconds:.0f} s"
+                return {"verdict": "passed", "detail": f"the owner {what}, and was killed"}
+        line = self.process.stdout.readline()
+        if not line:
+            return {"verdict": "passed", "detail": f"the owner ended with status {self.process.wait()}"}
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL, as a machine that runs out of memory would."""
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        """Let the owner process end, and remove everything. Idempotent."""
+        if self.process.poll() is None:
+            try:
+                self.process.communicate(timeout=15)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        for stream in (self.process.stdin, self.process.stdout):
+            if stream is not None:
+                stream.close()
+
+
 class Stage:
     """Throw-away sandboxes of one backend.
 
@@ -135,7 +199,7 @@ class Stage:
         self._made: list[Sandbox] = []
         self._probers: dict[str, Prober] = {}
         self._host: HostThings | None = None
-        self._owner: Owner | None = None
+        self._owner: OwnerProcess | None = None
         self.notes: dict[str, Any] = {}
         """Findings that several attempts share."""
         probe = self._new(LIMITS)
@@ -216,12 +280,10 @@ class Stage:
             prober.close()
             self.drop(prober.sandbox)
 
-    def owner(self) -> Owner:
+    def owner(self) -> OwnerProcess:
         """Get an owner process that attempts share; a new one if that was killed."""
-        from sandboxgym.attack.starvation import Owner
-
         if self._owner is None:
-            self._owner = Owner(self.backend, self.image)
+            self._owner = OwnerProcess(self.backend, self.image)
         return self._owner
 
     def forget_owner(self) -> None:

@@ -8,10 +8,6 @@ attempt passes if it makes the owner take more than `MOST_BYTES` or `MOST_SECOND
 from __future__ import annotations
 
 import inspect
-import json
-import os
-import select
-import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,16 +17,14 @@ from typing import Any
 
 from sandboxgym import errors
 from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, never, passed
-from sandboxgym.attack.stage import FULL, MIB, Stage
+from sandboxgym.attack.stage import FULL, KILL_BYTES, MIB, Stage
 from sandboxgym.sandbox.base import CONTROL, Capabilities, SandboxError
 from sandboxgym.sandbox.layers.disk import remove_directories
 from sandboxgym.sandbox.sandbox import Sandbox
-from sandboxgym.system import interpreter
 from sandboxgym.system import run_directories as leftovers
 
 MOST_BYTES = 96 * MIB
 MOST_SECONDS = 40.0
-_KILL_BYTES = 500 * MIB
 TYPED: tuple[type[BaseException], ...] = (
     SandboxError,
     OSError,
@@ -46,7 +40,7 @@ class Passed(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Starvation:
     """Task of an owner process."""
 
     name: str
@@ -122,11 +116,11 @@ def _usable(sandbox: Sandbox, first: Any) -> str:
     raise Passed(f"the sandbox answers no more, not after a restore either: {why}")
 
 
-TASKS: dict[str, Task] = {}
+TASKS: dict[str, Starvation] = {}
 
 
 def _task(name: str, about: str, before: str, action: Action = lambda _: None) -> None:
-    TASKS[name] = Task(name, about, before, action)
+    TASKS[name] = Starvation(name, about, before, action)
 
 
 def _read(path: str) -> Action:
@@ -336,67 +330,6 @@ for _name, _command in (
     _task(f"processes-{_name}", f"has the owner list processes without end ({_name})", _command, _processes)
 
 
-class Owner:
-    """An owner process of one backend, watched."""
-
-    def __init__(self, backend: str, image: str | None) -> None:
-        self.process = subprocess.Popen(
-            interpreter.module_command("sandboxgym.attack.owner", backend, image or ""),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=interpreter.environment(),
-        )
-        self.answer(seconds=30, most=_KILL_BYTES)
-
-    @property
-    def resident(self) -> int:
-        """Bytes of memory that the process has now."""
-        try:
-            with open(f"/proc/{self.process.pid}/statm") as file:
-                return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-        except (OSError, IndexError):
-            return 0
-
-    def tell(self, *words: str) -> None:
-        """Send the owner process a task."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join(words).encode() + b"\n")
-        self.process.stdin.flush()
-
-    def answer(self, *, seconds: float, most: int) -> dict[str, Any]:
-        """Read its answer; taking too long or too much is an answer too, and gets it killed."""
-        assert self.process.stdout is not None
-        deadline, before = time.monotonic() + seconds, self.resident
-        while not select.select([self.process.stdout], [], [], 0.05)[0]:
-            grown = self.resident - before
-            if grown > most or time.monotonic() > deadline:
-                self.kill()
-                what = f"took {grown // MIB} MiB of memory" if grown > most else f"waited for more than {seconds:.0f} s"
-                return {"verdict": "passed", "detail": f"the owner {what}, and was killed"}
-        line = self.process.stdout.readline()
-        if not line:
-            return {"verdict": "passed", "detail": f"the owner ended with status {self.process.wait()}"}
-        found: dict[str, Any] = json.loads(line)
-        return found
-
-    def kill(self) -> None:
-        """Kill it with SIGKILL, as a machine that runs out of memory would."""
-        self.process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        """Let the owner process end, and remove everything. Idempotent."""
-        if self.process.poll() is None:
-            try:
-                self.process.communicate(timeout=15)
-            except subprocess.TimeoutExpired:
-                self.kill()
-        for stream in (self.process.stdin, self.process.stdout):
-            if stream is not None:
-                stream.close()
-
-
 def run_directories(pid: int) -> list[Path]:
     """Directories of a process's objects that must not outlive it."""
     root = leftovers.runtime_dir(create=False)
@@ -417,7 +350,7 @@ def starve(stage: Stage, name: str) -> Seen:
     """Have an owner process perform a task, and watch it."""
     owner = stage.owner()
     owner.tell("starve", name)
-    found = owner.answer(seconds=MOST_SECONDS + 10, most=_KILL_BYTES)
+    found = owner.answer(seconds=MOST_SECONDS + 10, most=KILL_BYTES)
     if owner.process.poll() is not None:
         stage.forget_owner()
         clear(owner.process.pid)
@@ -433,7 +366,7 @@ def starve(stage: Stage, name: str) -> Seen:
     return blocked(detail)
 
 
-def _attempt(task: Task) -> Attempt:
+def _attempt(task: Starvation) -> Attempt:
     same = task.name.startswith(("read-", "write-", "flood-", "pack-", "shell-"))
     not_on = frozenset({FULL}) if same else frozenset[str]()
     declared = _copies if task.name.startswith("pack-") else never

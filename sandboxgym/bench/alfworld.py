@@ -39,7 +39,7 @@ LIVE_FORKS = 10_000
 
 
 @dataclass
-class Times:
+class GameTimes:
     """Seconds of the calls of one kind."""
 
     cpu: ClassVar[bool] = False
@@ -70,7 +70,7 @@ class Times:
         return sorted(self.seconds)[min(len(self.seconds) - 1, int(0.95 * len(self.seconds)))]
 
 
-def _walk(env: Any, task: int, steps: int, *, seed: int, times: Times) -> None:
+def _walk(env: Any, task: int, steps: int, *, seed: int, times: GameTimes) -> None:
     """Play random admissible commands, the same for engines with the same answers."""
     rng = random.Random(f"{seed} {task}")
     _, info = env.reset(options={"task": task})
@@ -86,13 +86,13 @@ def _make(games: str, **arguments: Any) -> gym.Env[Any, Any]:
     )
 
 
-def _original(library: GameLibrary, tasks: Sequence[int], steps: int, *, seed: int) -> dict[str, Times]:
+def _original(library: GameLibrary, tasks: Sequence[int], steps: int, *, seed: int) -> dict[str, GameTimes]:
     """Drive TextWorld by itself: loading, ``reset`` and ``step``."""
     from alfworld.agents.environment.alfred_tw_env import AlfredDemangler
     from textworld import EnvInfos
     from textworld.envs.pddl.pddl import PddlEnv
 
-    times = {what: Times() for what in ("load", "reset", "step")}
+    times = {what: GameTimes() for what in ("load", "reset", "step")}
     arguments = sys.argv
     for task in tasks:
         content = json.loads(content_of(library[task]))
@@ -110,8 +110,8 @@ def _original(library: GameLibrary, tasks: Sequence[int], steps: int, *, seed: i
     return times
 
 
-def _each(calls: Sequence[Callable[[], Any]]) -> Times:
-    times = Times()
+def _each(calls: Sequence[Callable[[], Any]]) -> GameTimes:
+    times = GameTimes()
     for call in calls:
         with times.one():
             call()
@@ -125,7 +125,7 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
     tasks = random.Random(seed).sample(range(len(library)), min(number, len(library)))
     lines = [
         f"games={Path(games).name}, {len(tasks)} of them, {steps} steps each, seed {seed}; {platform.machine()}, "
-        f"Python {platform.python_version()}; {'CPU' if Times.cpu else 'wall'} time, medians "
+        f"Python {platform.python_version()}; {'CPU' if GameTimes.cpu else 'wall'} time, medians "
         "unless said otherwise",
         "",
     ]
@@ -141,7 +141,7 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
         writing = _each([lambda task=task: cached(task) for task in tasks])  # type: ignore[misc]
         reading = _each([lambda task=task: cached(task) for task in tasks])  # type: ignore[misc]
         entry = statistics.mean(path.stat().st_size for path in Path(directory).iterdir())
-    first, later, resets, by_path = Times(), Times(), Times(), Times()
+    first, later, resets, by_path = GameTimes(), GameTimes(), GameTimes(), GameTimes()
     for task in tasks:
         _walk(native, task, steps, seed=seed, times=first)
     for task in tasks:
@@ -157,7 +157,7 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
     if importlib.util.find_spec("textworld") and importlib.util.find_spec("alfworld"):
         alone = _original(library, tasks, steps, seed=seed)
         reference = _make(games, engine="textworld")
-        loads, walked, again_reset = Times(), Times(), Times()
+        loads, walked, again_reset = GameTimes(), GameTimes(), GameTimes()
         for task in tasks:
             with loads.one():
                 reference.reset(options={"task": task})
@@ -199,7 +199,7 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
     lines.append(f"| shortest plan from the start, median (largest) | {_ms(solving)} | |")
     for length in LENGTHS:
         native.reset(seed=seed, options={"task": tasks[0]})
-        _walk(native, tasks[0], length, seed=seed, times=Times())
+        _walk(native, tasks[0], length, seed=seed, times=GameTimes())
         snap = native.snapshot()  # type: ignore[attr-defined]
         native.restore(snap)  # type: ignore[attr-defined]
         taking = _each([native.snapshot] * 2000)  # type: ignore[attr-defined]
@@ -218,7 +218,7 @@ def compare(games: str, *, number: int, steps: int, seed: int) -> list[str]:
     return lines
 
 
-def _ms(times: Times) -> str:
+def _ms(times: GameTimes) -> str:
     return f"{times.median * 1e3:.1f} ({max(times.seconds) * 1e3:.1f}) ms"
 
 
@@ -235,5 +235,5 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cpu", action="store_true", help="measure CPU time, not wall-clock time, on a busy machine")
     arguments = parser.parse_args(argv)
-    Times.cpu = arguments.cpu
+    GameTimes.cpu = arguments.cpu
     print("\n".join(compare(arguments.games, number=arguments.number, steps=arguments.steps, seed=arguments.seed)))

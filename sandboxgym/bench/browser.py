@@ -25,7 +25,7 @@ from typing import Any, get_args
 import gymnasium as gym
 from gymnasium.error import DependencyNotInstalled
 
-from sandboxgym.bench.alfworld import Times
+from sandboxgym.bench.alfworld import GameTimes
 from sandboxgym.bench.tools import page
 from sandboxgym.bench.webshop import Play, play, random_plays, recorded
 from sandboxgym.conformance.supervision.processes import descendants
@@ -46,7 +46,7 @@ Table = list[str]
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class BrowserSetting:
     """Settings of the measurement."""
 
     catalogue: str
@@ -62,7 +62,7 @@ class Setting:
         return gym.make(f"sandboxgym/{name}-v0", catalogue=self.catalogue, nouns=self.nouns, **{**limit, **arguments})
 
 
-def shown(times: Times, unit: float = 1e3) -> str:
+def shown(times: GameTimes, unit: float = 1e3) -> str:
     """Format median and 95th percentile, in milliseconds or another part of a second."""
     return f"{times.median * unit:,.1f} / {times.late * unit:,.1f}"
 
@@ -104,7 +104,7 @@ def steps(env: Any, text: Any, plays: Sequence[Play]) -> Table:
     return [*lines, ""]
 
 
-def modes(setting: Setting, plays: Sequence[Play]) -> Table:
+def modes(setting: BrowserSetting, plays: Sequence[Play]) -> Table:
     """Measure the same episodes with other observations."""
     lines = ["| observation | steps per second | ms a step, p50 / p95 |", "|---|---|---|"]
     for mode in get_args(BrowserMode):
@@ -114,7 +114,7 @@ def modes(setting: Setting, plays: Sequence[Play]) -> Table:
             times, _ = play(plays, resetting(env), env.step)
         finally:
             env.close()
-        taken = Times([seconds for kind, each in times.items() if kind != "reset" for seconds in each.seconds])
+        taken = GameTimes([seconds for kind, each in times.items() if kind != "reset" for seconds in each.seconds])
         lines.append(f"| {mode} | {1 / taken.mean:.1f} | {shown(taken)} |")
     return [*lines, ""]
 
@@ -125,7 +125,7 @@ def hands(env: Any, repeats: int) -> Table:
     Raises:
         RuntimeError: an action had no effect.
     """
-    times: dict[str, Times] = defaultdict(Times)
+    times: dict[str, GameTimes] = defaultdict(GameTimes)
 
     def act(action: str) -> None:
         with times[action.partition("[")[0] + ("[Enter]" if "Enter" in action else "")].one():
@@ -172,8 +172,8 @@ def snapshots(env: Any, text: Any, goal: int, actions: Sequence[str], repeats: i
         _ = children[0].unwrapped.tab
         return children
 
-    def times(each: Any, call: Callable[[Any], Any], before: Callable[[Any], Any] | None = None) -> Times:
-        taken = Times()
+    def times(each: Any, call: Callable[[Any], Any], before: Callable[[Any], Any] | None = None) -> GameTimes:
+        taken = GameTimes()
         for _ in range(repeats):
             if before is not None:
                 before(each)
@@ -210,7 +210,7 @@ def snapshots(env: Any, text: Any, goal: int, actions: Sequence[str], repeats: i
     return [*lines, "", f"In the browser, against a restore that is shown (medians): {'; '.join(ratios)}.", ""]
 
 
-def _fine(times: Times) -> str:
+def _fine(times: GameTimes) -> str:
     return f"{times.median * 1e3:,.3f} / {times.late * 1e3:,.3f}"
 
 
@@ -241,7 +241,7 @@ def forks(env: Any, text: Any, goal: int, actions: Sequence[str]) -> Table:
             *_, info = each.step(action)
     parent = env.unwrapped.tab.look()
     before = memory()
-    opening, at_once, acting = Times(), Times(), Times()
+    opening, at_once, acting = GameTimes(), GameTimes(), GameTimes()
     children, twins = env.fork(FORKS), text.fork(FORKS)
     commands = info["admissible_commands"]
     ways = [commands[number % len(commands)] for number in range(FORKS)]
@@ -307,7 +307,7 @@ def described(env: Any) -> str:
     return f"{', '.join(named) or 'browser'} {version[1] if version else 'of unknown version'}"
 
 
-def measure(setting: Setting, load: float) -> Table:
+def measure(setting: BrowserSetting, load: float) -> Table:
     """Measure everything; returns the page as lines of Markdown.
 
     Args:
@@ -317,7 +317,7 @@ def measure(setting: Setting, load: float) -> Table:
     text, env = setting.make("WebShop"), setting.make("WebShopBrowser")
     text.reset()
     try:
-        opening = Times()
+        opening = GameTimes()
         with opening.one():
             env.reset(options={"goal": 0})
         plays = recorded(setting.episodes)[: setting.plays] or random_plays(text, setting.plays, seed=setting.seed)
@@ -370,7 +370,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = vars(parser.parse_args(argv))
     target = arguments.pop("write")
     try:
-        measured = measure(Setting(**arguments), os.getloadavg()[0])
+        measured = measure(BrowserSetting(**arguments), os.getloadavg()[0])
     except DependencyNotInstalled as error:
         raise SystemExit(f"the browser is not available here: {error}") from error
     page.publish([*page.head("WebShop in a real browser", "browser", argv), *measured], target)

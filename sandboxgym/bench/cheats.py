@@ -51,7 +51,7 @@ _LARGE = 60_000  # characters of a commit
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
+class CheatOutcome:
     """Outcome of one cheat.
 
     Attributes:
@@ -121,7 +121,7 @@ def _sweep(*, mine: bool = False) -> None:
             subprocess.run(["docker", "rmi", "-f", f"{REPOSITORY}:{tag}"], capture_output=True)
 
 
-def play(cheat: Cheat, env: Any) -> tuple[Outcome, str]:
+def play(cheat: Cheat, env: Any) -> tuple[CheatOutcome, str]:
     """Perform the cheat and submit the work; returns the outcome and the resulting patch.
 
     Args:
@@ -138,10 +138,10 @@ def play(cheat: Cheat, env: Any) -> tuple[Outcome, str]:
         work = f"echo {MARKER}"  # the environment takes the difference itself
     *_, info = env.step(work)
     rules = tuple(dict.fromkeys(sentence.partition(":")[0] for sentence in info["suspicious"]))
-    return Outcome(cheat, str(info["verdict"]), bool(info["resolved"]), rules), str(info["patch"])
+    return CheatOutcome(cheat, str(info["verdict"]), bool(info["resolved"]), rules), str(info["patch"])
 
 
-class Harness:
+class CheatHarness:
     """The official harness, on one task.
 
     Raises:
@@ -181,7 +181,7 @@ def _remove(client: Any, container: Any, logger: Any) -> None:
         container.remove(force=True)
 
 
-def measure(played: Sequence[Cheat], *, backend: str, official: bool = True) -> list[Outcome]:
+def measure(played: Sequence[Cheat], *, backend: str, official: bool = True) -> list[CheatOutcome]:
     """Play cheats and have them graded by both.
 
     Args:
@@ -192,7 +192,7 @@ def measure(played: Sequence[Cheat], *, backend: str, official: bool = True) -> 
     Raises:
         RuntimeError: there is no Docker daemon.
     """
-    outcomes: list[Outcome] = []
+    outcomes: list[CheatOutcome] = []
     with image() as (name, commit), tempfile.TemporaryDirectory(prefix="sandboxgym-cheats-") as folder:
         row = cheat_cases.row(name, commit)
         Path(folder, "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
@@ -200,7 +200,7 @@ def measure(played: Sequence[Cheat], *, backend: str, official: bool = True) -> 
         arguments: dict[str, Any] = {"tools": "bash", "backend": backend, "grade_timeout": _SECONDS}
         env = gym.make("sandboxgym/SWEBench-v0", dataset=dataset, countercheck=True, **arguments)
         task = from_row(row)
-        harness = Harness(task, Path(folder)) if official else None
+        harness = CheatHarness(task, Path(folder)) if official else None
         asked: list[Future[bool]] = []
         try:
             # The harness is slow, and prints; it grades one patch while the next cheat is played.
@@ -220,7 +220,7 @@ def measure(played: Sequence[Cheat], *, backend: str, official: bool = True) -> 
     return outcomes
 
 
-def table(outcomes: Sequence[Outcome]) -> list[str]:
+def table(outcomes: Sequence[CheatOutcome]) -> list[str]:
     """Format one line per cheat, in Markdown."""
     lines = ["| cheat | here | official harness | named |", "|---|---|---|---|"]
     for outcome in outcomes:
@@ -230,7 +230,7 @@ def table(outcomes: Sequence[Outcome]) -> list[str]:
     return lines
 
 
-def summary(outcomes: Sequence[Outcome]) -> list[str]:
+def summary(outcomes: Sequence[CheatOutcome]) -> list[str]:
     """Summarise the table in counts."""
     cheats = [outcome for outcome in outcomes if not outcome.cheat.honest]
     outside = [outcome for outcome in cheats if outcome.cheat.outside]

@@ -217,7 +217,7 @@ def work(backend: str, rootfs: str) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class FaultOutcome:
     """Outcome of a fault."""
 
     seen: str
@@ -247,18 +247,18 @@ def _watched(folder: Folder, process: subprocess.Popen[str]) -> Traces:
     return most
 
 
-def one_fault(folder: Folder, *arguments: str) -> Outcome:
+def one_fault(folder: Folder, *arguments: str) -> FaultOutcome:
     """Run a fault in an owner that then ends by itself."""
     process = folder.start(*arguments)
     most = _watched(folder, process)
     output, complaint = process.communicate()
     left = _settled(folder)
     if process.returncode:
-        return Outcome(complaint.strip().splitlines()[-1], False, most, left)
-    return Outcome(json.loads(output), True, most, left)
+        return FaultOutcome(complaint.strip().splitlines()[-1], False, most, left)
+    return FaultOutcome(json.loads(output), True, most, left)
 
 
-def killed_owner(folder: Folder, backend: str, rootfs: str, seed: int) -> Outcome:
+def killed_owner(folder: Folder, backend: str, rootfs: str, seed: int) -> FaultOutcome:
     """Kill an owner at a random moment; the next start removes its remains."""
     process = folder.start("work", backend, rootfs)
     assert process.stdout is not None
@@ -271,10 +271,10 @@ def killed_owner(folder: Folder, backend: str, rootfs: str, seed: int) -> Outcom
     process.communicate()
     cleared = folder.reap().communicate(timeout=PATIENCE)[0].strip()
     left = _settled(folder)
-    return Outcome(f"{cleared} run directories cleared", cleared.isdigit(), most, left)
+    return FaultOutcome(f"{cleared} run directories cleared", cleared.isdigit(), most, left)
 
 
-def racing_owners(folder: Folder, backend: str, rootfs: str) -> Outcome:
+def racing_owners(folder: Folder, backend: str, rootfs: str) -> FaultOutcome:
     """Kill one of two owners while three processes remove remains at once; the other owner works on."""
     doomed, living = (folder.start("work", backend, rootfs) for _ in range(2))
     assert doomed.stdout is not None and living.stdout is not None
@@ -292,10 +292,10 @@ def racing_owners(folder: Folder, backend: str, rootfs: str) -> Outcome:
     left = _settled(folder)
     clean = all(process.returncode == 0 for process in racing)
     seen = "the other one worked on" if went_on else f"the other one said {rounds[-1]!r}"
-    return Outcome(seen if clean else said[0][1].strip()[-200:], went_on and clean, most, left)
+    return FaultOutcome(seen if clean else said[0][1].strip()[-200:], went_on and clean, most, left)
 
 
-def faults_of(backend: str, rootfs: str, kills: int) -> dict[str, Outcome]:
+def faults_of(backend: str, rootfs: str, kills: int) -> dict[str, FaultOutcome]:
     """Run all faults on one backend."""
     docker = backend == "docker"
     with tempfile.TemporaryDirectory(prefix="sandboxgym-faults-") as name:

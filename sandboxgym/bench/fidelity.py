@@ -37,7 +37,7 @@ _WORST = (LEAKED, DISTURBED, LOST, KEPT, ABSENT)
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class Aspect:
     """A line of the matrix.
 
     Attributes:
@@ -56,38 +56,39 @@ class Row:
 
 
 ROWS = (
-    Row("contents, symbolic links, pipes", ("file.content", "file.changed", "file.binary", "file.large", "file.symlink",
-        "file.fifo"), always=KEPT),
-    Row("modes", ("file.mode", "file.setgid"), "modes"),
-    Row("owners", ("file.owner",), "owners"),
-    Row("extended attributes", ("file.xattr",), "xattrs"),
-    Row("hard links", ("file.hardlink",), "hardlinks"),
-    Row("sparse files stay sparse", ("file.sparse",), "sparse"),
-    Row("modification times", ("file.mtime",), "mtimes"),
-    Row("deletions, replacements, renamed directories", ("directory.deleted_file", "directory.replaced",
+    Aspect("contents, symbolic links, pipes", ("file.content", "file.changed", "file.binary", "file.large",
+        "file.symlink", "file.fifo"), always=KEPT),
+    Aspect("modes", ("file.mode", "file.setgid"), "modes"),
+    Aspect("owners", ("file.owner",), "owners"),
+    Aspect("extended attributes", ("file.xattr",), "xattrs"),
+    Aspect("hard links", ("file.hardlink",), "hardlinks"),
+    Aspect("sparse files stay sparse", ("file.sparse",), "sparse"),
+    Aspect("modification times", ("file.mtime",), "mtimes"),
+    Aspect("deletions, replacements, renamed directories", ("directory.deleted_file", "directory.replaced",
         "directory.becomes_file", "directory.renamed"), always=KEPT),
-    Row("empty directories", ("directory.empty",), always=KEPT),
-    Row("odd names (new lines, bytes that are no text)", ("file.special_names",), always=KEPT),
-    Row("/tmp", ("file.tmp",), "tmp"),
-    Row("/dev/shm", ("file.shm",), "shm", outside=True),
-    Row("git's index, reflog and stash", ("git.index", "git.history"), always=KEPT),
-    Row("shell: directory, variables, functions, aliases, options, umask, limits", ("shell.cwd", "shell.exported",
+    Aspect("empty directories", ("directory.empty",), always=KEPT),
+    Aspect("odd names (new lines, bytes that are no text)", ("file.special_names",), always=KEPT),
+    Aspect("/tmp", ("file.tmp",), "tmp"),
+    Aspect("/dev/shm", ("file.shm",), "shm", outside=True),
+    Aspect("git's index, reflog and stash", ("git.index", "git.history"), always=KEPT),
+    Aspect("shell: directory, variables, functions, aliases, options, umask, limits", ("shell.cwd", "shell.exported",
         "shell.timezone", "shell.locale", "shell.variable", "shell.function", "shell.alias", "shell.option",
         "shell.ulimit", "shell.umask", "shell.trap"), always=KEPT),
-    Row("background processes, servers", ("process.background", "process.server", "process.http", "process.log"),
+    Aspect("background processes, servers", ("process.background", "process.server", "process.http", "process.log"),
         always=REPORTED, outside=True),
-    Row("what a running program holds: memory, connections, deleted files, locks, …", ("process.repl",
+    Aspect("what a running program holds: memory, connections, deleted files, locks, …", ("process.repl",
         *(f"held.{name}" for name in process_state.MAKERS)), always=REPORTED),
-    Row("processes started after the snapshot are gone", ("process.later",), always=KEPT),
-    Row("open descriptors and jobs of the shell", ("shell.descriptor", "shell.offset", "shell.job"), always=REPORTED),
-    Row("the shell's history", ("shell.history",), always=KEPT),
-    Row("clocks are set back", ("clock.wall", "clock.monotonic"), always=LOST),
-    Row("the sequence of `$RANDOM`", ("shell.random",), always=LOST),
+    Aspect("processes started after the snapshot are gone", ("process.later",), always=KEPT),
+    Aspect("open descriptors and jobs of the shell", ("shell.descriptor", "shell.offset", "shell.job"),
+        always=REPORTED),
+    Aspect("the shell's history", ("shell.history",), always=KEPT),
+    Aspect("clocks are set back", ("clock.wall", "clock.monotonic"), always=LOST),
+    Aspect("the sequence of `$RANDOM`", ("shell.random",), always=LOST),
 )  # fmt: skip
 """Rows of the matrix. Nothing is declared of state without a row."""
 
 
-def declared(row: Row, capabilities: Capabilities) -> str:
+def declared(row: Aspect, capabilities: Capabilities) -> str:
     """Declared fate of a row's state on a backend, in the words of `measured`."""
     if row.outside and not capabilities.isolated:
         return LEAKED

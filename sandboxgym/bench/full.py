@@ -47,7 +47,7 @@ fork of the large process with its memory brought as it is touched."""
 
 
 @dataclass
-class Row:
+class FullSnapshotRow:
     """Measurements with one workload."""
 
     capture: Times = field(default_factory=Times)
@@ -64,9 +64,9 @@ class Row:
     nbytes: int = 0
 
 
-def measure(command: str, repeats: int, *, lazy_pages: int | None = LAZY_PAGES) -> Row:
+def measure(command: str, repeats: int, *, lazy_pages: int | None = LAZY_PAGES) -> FullSnapshotRow:
     """Measure one workload."""
-    row = Row()
+    row = FullSnapshotRow()
     with (
         make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as sandbox,
         make_sandbox("overlay", snapshot="full", lazy_pages=lazy_pages) as replaced,
@@ -199,7 +199,7 @@ def docker(image: str, repeats: int) -> tuple[Times, Times]:
     return commit, run
 
 
-def works(repeats: int) -> tuple[list[str], dict[str, Row]]:
+def works(repeats: int) -> tuple[list[str], dict[str, FullSnapshotRow]]:
     """Make the table of the costs of each workload, and its rows by name."""
     lines = [
         "| ms, min / p50 / p95 | captured | snapshot, sandbox goes on | a copy takes its place | ratio | fork | MiB | "
@@ -210,7 +210,7 @@ def works(repeats: int) -> tuple[list[str], dict[str, Row]]:
         (name, command, LAZY_PAGES) for name, command in WORKS.items() if name not in (MIDDLE, LARGE)
     ]
     ways += [(f"{LARGE}, as a whole", WORKS[LARGE], None), (f"{LARGE}, as it is touched", WORKS[LARGE], LAZY_PAGES)]
-    rows: dict[str, Row] = {}
+    rows: dict[str, FullSnapshotRow] = {}
     for name, command, lazy_pages in ways:
         row = rows[name] = measure(command, repeats, lazy_pages=lazy_pages)
         ratio, left = row.replay.median / row.fork.median, row.snapshot.median / row.replaced.median
@@ -222,7 +222,7 @@ def works(repeats: int) -> tuple[list[str], dict[str, Row]]:
     return lines, rows
 
 
-def bounds(rows: dict[str, Row]) -> list[str]:
+def bounds(rows: dict[str, FullSnapshotRow]) -> list[str]:
     """Make the table of limits and measurements."""
     lines = ["| | at most, ms | median, ms | |", "|---|---|---|---|"]
     for what, most, times in (

@@ -102,7 +102,7 @@ class Conversation:
 
 
 @dataclass
-class Server:
+class SlowServer:
     """Stand-in for an inference server with a prefix cache."""
 
     scale: float
@@ -149,7 +149,7 @@ class Server:
 
 
 @dataclass
-class Found:
+class FoundPaths:
     """Measurement of one driver."""
 
     name: str
@@ -179,7 +179,7 @@ def seen(trees: Sequence[RolloutTree]) -> list[Any]:
 
 def measure(
     schedule: Schedule, *, scale: float, tasks: int, max_live: int, updates: int = 1, learning: float = 0.0
-) -> list[Found]:
+) -> list[FoundPaths]:
     """Measure every driver; raises `RuntimeError` where trees differ.
 
     Args:
@@ -192,8 +192,8 @@ def measure(
     """
     some: list[Any] = [None] * tasks
 
-    async def grow(envs: Envs, found: Found, update: int) -> None:
-        server, began = Server(scale), time.perf_counter()  # new weights find nothing in the cache
+    async def grow(envs: Envs, found: FoundPaths, update: int) -> None:
+        server, began = SlowServer(scale), time.perf_counter()  # new weights find nothing in the cache
         shared: dict[str, Any] = {"tasks": some, "seed": (update,), "max_live": max_live, "clock": found.clock}
         if found.name == "lockstep":
             found.trees += rollout(envs, server.at_once, schedule, **shared)
@@ -202,27 +202,27 @@ def measure(
         found.rollouts += time.perf_counter() - began
         found.read, found.reused = found.read + server.read, found.reused + server.reused
 
-    async def in_turn(envs: Envs, found: Found) -> None:
+    async def in_turn(envs: Envs, found: FoundPaths) -> None:
         for update in range(updates):
             await grow(envs, found, update)
             await asyncio.sleep(scale * learning)
 
-    async def one_off(envs: Envs, found: Found) -> None:
+    async def one_off(envs: Envs, found: FoundPaths) -> None:
         await grow(envs, found, 0)
         for update in range(1, updates):
             await asyncio.gather(grow(envs, found, update), asyncio.sleep(scale * learning))
         await asyncio.sleep(scale * learning)
 
-    ways: dict[str, Callable[[Envs, Found], Awaitable[None]]] = {
+    ways: dict[str, Callable[[Envs, FoundPaths], Awaitable[None]]] = {
         "lockstep": in_turn, "asynchronous": in_turn, "asynchronous, one off": one_off,
     }  # fmt: skip
-    all_found: list[Found] = []
+    all_found: list[FoundPaths] = []
     with Envs(lambda: Uneven(scale), threads=max_live) as envs:
         for name, way in ways.items():
-            found = Found(name)
+            found = FoundPaths(name)
             began = time.perf_counter()
 
-            async def run(way: Any = way, found: Found = found) -> None:
+            async def run(way: Any = way, found: FoundPaths = found) -> None:
                 await way(envs, found)
 
             asyncio.run(run())

@@ -54,7 +54,7 @@ RUN = (2, 12)
 """Number of words taken from one place."""
 
 
-class Generator:
+class QueryGenerator:
     """Generator of endless documents, in the words of some products.
 
     Args:
@@ -291,7 +291,7 @@ def instructions(data: Path, *, number: int, seed: int) -> list[str]:
 
 def measure_build(engine: str, data: Path, directory: Path, *, number: int, seed: int) -> dict[str, float]:
     """Measure a build from generated documents, in a fresh process."""
-    collection = Generator(load_catalogue(data), seed=seed).documents(number)
+    collection = QueryGenerator(load_catalogue(data), seed=seed).documents(number)
     began = time.perf_counter()
     ENGINES[engine].build(collection, directory)
     wall = time.perf_counter() - began

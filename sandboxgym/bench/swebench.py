@@ -72,7 +72,7 @@ env.close()
 
 
 @dataclass
-class Row:
+class SWEBenchRow:
     """Measurements on one backend."""
 
     prepare: Times = field(default_factory=Times)
@@ -199,7 +199,7 @@ class Bench:
     def __init__(self, backend: str, row: dict[str, Any], folder: Path) -> None:
         dataset = folder / f"{backend}.jsonl"
         dataset.write_text(json.dumps(row) + "\n", encoding="utf-8")
-        self.row = Row()
+        self.row = SWEBenchRow()
         self.arguments: dict[str, Any] = {"dataset": str(dataset), "backend": backend, "allow_unsafe": True}
         self.env: Any = gym.make("sandboxgym/SWEBench-v0", **self.arguments, grade_at=0, max_episode_steps=10**9)
         self._numbers = iter(range(10**9))
@@ -465,7 +465,7 @@ def _own_cache(folder: Path) -> Iterator[None]:
             run_directories.remove_tree(folder)
 
 
-def tables(rows: dict[str, Row], exec_: Times | None, harness: Times | None) -> list[str]:
+def tables(rows: dict[str, SWEBenchRow], exec_: Times | None, harness: Times | None) -> list[str]:
     """Make the tables of all measurements."""
     lines = [
         "### Steps",
@@ -510,7 +510,7 @@ def tables(rows: dict[str, Row], exec_: Times | None, harness: Times | None) -> 
     return [*lines, ""]
 
 
-def limits(rows: dict[str, Row]) -> list[str]:
+def limits(rows: dict[str, SWEBenchRow]) -> list[str]:
     """Make the table of limits and measurements."""
     head = "| at the median | at most | " + " | ".join(rows) + " |"
     lines = ["### What it may take", "", head, "|---|---|" + "---|" * len(rows)]

@@ -32,7 +32,7 @@ from typing import Any
 
 import gymnasium as gym
 
-from sandboxgym.bench.alfworld import Times
+from sandboxgym.bench.alfworld import GameTimes
 from sandboxgym.envs.webshop.shop import Shop
 from sandboxgym.system import interpreter, proc
 
@@ -101,9 +101,9 @@ def kind_of(action: str) -> str:
 
 def play(
     plays: Sequence[Play], reset: Callable[[int], Any], step: Callable[[str], Any]
-) -> tuple[dict[str, Times], list[Any]]:
+) -> tuple[dict[str, GameTimes], list[Any]]:
     """Play actions; returns times by kind of action, and the results of ``reset`` and ``step``."""
-    times: dict[str, Times] = defaultdict(Times)
+    times: dict[str, GameTimes] = defaultdict(GameTimes)
     returned = []
     for goal, actions in plays:
         with times["reset"].one():
@@ -116,8 +116,8 @@ def play(
     return times, returned
 
 
-def _all_steps(times: dict[str, Times]) -> Times:
-    return Times([seconds for kind, each in times.items() if kind != "reset" for seconds in each.seconds])
+def _all_steps(times: dict[str, GameTimes]) -> GameTimes:
+    return GameTimes([seconds for kind, each in times.items() if kind != "reset" for seconds in each.seconds])
 
 
 def _forget(shop: Shop) -> None:
@@ -193,7 +193,7 @@ def original(checkout: Path, directory: Path, shop: Shop) -> Iterator[Any]:
 
 def measure(setting: Setting) -> list[str]:
     """Measure everything; returns lines of Markdown."""
-    opening = Times()
+    opening = GameTimes()
     with opening.one():
         env = _make(setting, compat="upstream")
     shop: Shop = env.unwrapped.shop  # type: ignore[attr-defined]
@@ -202,7 +202,7 @@ def measure(setting: Setting) -> list[str]:
     lines = [
         f"{len(shop.catalogue):,} products, {len(plays)} {'recorded' if setting.episodes else 'random'} episodes of "
         f"{number:,} steps, seed {setting.seed}; {platform.machine()}, Python {platform.python_version()}; "
-        f"{'CPU' if Times.cpu else 'wall'} time; snapshot and restore: median of the quietest of 10 batches",
+        f"{'CPU' if GameTimes.cpu else 'wall'} time; snapshot and restore: median of the quietest of 10 batches",
         "",
     ]
 
@@ -267,7 +267,7 @@ def _quietest_median(call: Callable[[], Any], *, batches: int = 10, calls: int =
     """Median seconds of the batch in which the machine was least disturbed."""
     medians = []
     for _ in range(batches):
-        times = Times()
+        times = GameTimes()
         for _ in range(calls):
             with times.one():
                 call()
@@ -324,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--cpu", action="store_true", help="measure CPU time, not wall-clock time, on a busy machine")
     parser.add_argument("--opening", action="store_true", help=argparse.SUPPRESS)  # what `_opening` runs
     arguments = vars(parser.parse_args(argv))
-    Times.cpu = arguments.pop("cpu")
+    GameTimes.cpu = arguments.pop("cpu")
     if arguments.pop("opening"):
         print(_open(Setting(**arguments)))
         return

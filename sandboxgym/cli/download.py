@@ -23,7 +23,7 @@ from sandboxgym.cli import OK, USAGE, CommandError
 from sandboxgym.cli.environments import import_modules
 from sandboxgym.cli.support.progress import progress
 from sandboxgym.cli.support.terminal import nbytes_text
-from sandboxgym.cli.support.transfer import ChecksumMismatch, Progress, TransferError, fetch, forget, sha256
+from sandboxgym.cli.support.transfer import ChecksumMismatch, TransferError, TransferProgress, fetch, forget, sha256
 from sandboxgym.cli.support.unpack import UnsafeArchive, merge, unpack
 from sandboxgym.data import DataFile
 from sandboxgym.registration import data_sets, hook
@@ -73,7 +73,7 @@ def install(
     source: Path | None = None,
     mirror: str | None = None,
     force: bool = False,
-    show: Progress | None = None,
+    show: TransferProgress | None = None,
 ) -> str:
     """Install one file of a data set.
 
@@ -97,7 +97,9 @@ def install(
         return _install(file, root, source, mirror, force, show or progress())
 
 
-def _install(file: DataFile, root: Path, source: Path | None, mirror: str | None, force: bool, show: Progress) -> str:
+def _install(
+    file: DataFile, root: Path, source: Path | None, mirror: str | None, force: bool, show: TransferProgress
+) -> str:
     there = file.present(root)
     recorded = _read_record(root).get(file.name)
     part, staging = root / SCRATCH / f"{file.name}.part", root / SCRATCH / f"{file.name}.unpacked"
@@ -141,7 +143,7 @@ def _install(file: DataFile, root: Path, source: Path | None, mirror: str | None
     return f"{done}; sha256 {digest[:16]}… {pinned}"
 
 
-def _put_archive(file: DataFile, content: Path, staging: Path, root: Path, show: Progress) -> int:
+def _put_archive(file: DataFile, content: Path, staging: Path, root: Path, show: TransferProgress) -> int:
     """Unpack beside the data, then move it there; until that is done, ``staging`` exists."""
     try:
         count = unpack(content, staging, progress=show, check_room=_room(root))

@@ -198,7 +198,7 @@ def environment(env_id: str, kwargs: dict[str, Any], max_steps: int | None) -> C
 
 
 @dataclass(frozen=True)
-class Subject:
+class EvaluatedAgent:
     """Properties of an environment, known before anything is played."""
 
     tasks: tuple[Task, ...]
@@ -209,7 +209,7 @@ class Subject:
     space: gym.Space[Any]
 
 
-def look(maker: Callable[[], gym.Env[Any, Any]], options: argparse.Namespace) -> Subject:
+def look(maker: Callable[[], gym.Env[Any, Any]], options: argparse.Namespace) -> EvaluatedAgent:
     """Make the environment once, to check that it can be made and which tasks it has.
 
     Raises:
@@ -238,14 +238,14 @@ def look(maker: Callable[[], gym.Env[Any, Any]], options: argparse.Namespace) ->
             raise CommandError(f"there is no task {wrong[0]}: {options.env_id} has {available} tasks", status=USAGE)
         if available is None and any(isinstance(task, str) for task in tasks):
             raise CommandError(f"{options.env_id} has no tasks (num_tasks): --task-ids are seeds there", status=USAGE)
-        return Subject(tasks, available is not None, available, limit, space)
+        return EvaluatedAgent(tasks, available is not None, available, limit, space)
     number = options.tasks
     if number == 0 and available is None:
         raise CommandError(f"{options.env_id} does not say how many tasks it has: give --tasks N", status=USAGE)
     if number is not None and available is not None and number > available:
         raise CommandError(f"--tasks {number}: {options.env_id} has {available} tasks", status=USAGE)
     number = available if number == 0 else number or min(TASKS, TASKS if available is None else available)
-    return Subject(tuple(range(number or 0)), available is not None, available, limit, space)
+    return EvaluatedAgent(tuple(range(number or 0)), available is not None, available, limit, space)
 
 
 def endpoint(options: argparse.Namespace) -> ChatClient:
@@ -281,7 +281,7 @@ def prompt_of(options: argparse.Namespace, space: gym.Space[Any]) -> Prompt:
     )
 
 
-def settings_of(options: argparse.Namespace, subject: Subject) -> dict[str, Any]:
+def settings_of(options: argparse.Namespace, subject: EvaluatedAgent) -> dict[str, Any]:
     """Settings on which the results depend; an evaluation is only continued with the same ones."""
     return {
         "env": options.env_id,
@@ -314,7 +314,7 @@ class Evaluation:
     def __init__(
         self,
         options: argparse.Namespace,
-        subject: Subject,
+        subject: EvaluatedAgent,
         maker: Callable[[], gym.Env[Any, Any]],
         client: ChatClient,
         store: Store,
@@ -332,7 +332,7 @@ class Evaluation:
 
     def run(self) -> int:
         """Play the remaining episodes and report; returns the exit status."""
-        progress = Progress(sys.stderr, self.asked, quiet=self.options.quiet)
+        progress = EvaluationProgress(sys.stderr, self.asked, quiet=self.options.quiet)
         before = self.asked - len(self.todo)
         self._introduce(before)
         problem: BaseException | None = None
@@ -372,7 +372,7 @@ class Evaluation:
             file=sys.stderr,
         )
 
-    def _play(self, progress: Progress) -> BaseException | None:
+    def _play(self, progress: EvaluationProgress) -> BaseException | None:
         """Play; returns the error that ended it early, if any."""
         for key in self.todo:
             self._jobs.put(key)
@@ -493,7 +493,7 @@ class Evaluation:
         print(f"\n{self.store.folder}: results.json, report.md, episodes.jsonl (all that was said), trees.html")
 
 
-class Progress:
+class EvaluationProgress:
     """Progress: a line that is updated in place on a terminal, a new line every few seconds elsewhere."""
 
     SECONDS = 5.0

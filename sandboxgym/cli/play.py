@@ -23,7 +23,7 @@ from gymnasium import spaces
 
 from sandboxgym.cli import INTERRUPTED, OK, CommandError
 from sandboxgym.cli.environments import add_kwargs, find_spec, import_modules, make, parse_kwargs
-from sandboxgym.cli.support.history import CannotGo, Exploration, Node, draw
+from sandboxgym.cli.support.history import CannotGo, Exploration, HistoryNode, draw
 from sandboxgym.cli.support.terminal import Screen
 from sandboxgym.errors import SnapshotError
 from sandboxgym.registration import card_of
@@ -271,7 +271,7 @@ class Player:
 
     # Printing.
 
-    def _show(self, node: Node) -> None:
+    def _show(self, node: HistoryNode) -> None:
         self.screen.line()
         if isinstance(node.observation, str):
             self.screen.text(node.observation)
@@ -299,7 +299,7 @@ class Player:
                 self.screen.style(f"The episode is over ({how}{outcome}).", "bold", "green" if won else "yellow")
             )
 
-    def _instruction(self, node: Node) -> str:
+    def _instruction(self, node: HistoryNode) -> str:
         """Task of the node's episode, on one line; empty where the environment does not say it."""
         given, name = node.info.get("instruction"), node.info.get("task_id")
         base = self.exploration.env.unwrapped
@@ -308,7 +308,7 @@ class Player:
                 given = base.tasks()[base.task_index(name)].instruction
         return " ".join(str(given or "").split())
 
-    def _status(self, node: Node) -> str:
+    def _status(self, node: HistoryNode) -> str:
         limit = self.exploration.limit
         parts = [f"step {node.step}" + (f"/{limit}" if limit else ""), f"reward {node.reward:g}"]
         if node.total != node.reward:

@@ -26,7 +26,7 @@ from typing import Any
 
 from sandboxgym.cli import FAILED, OK, CommandError
 from sandboxgym.cli.support.progress import progress
-from sandboxgym.cli.support.swebench_jobs import Answer, Job, carry_out
+from sandboxgym.cli.support.swebench_jobs import EvaluationJob, JobAnswer, carry_out
 from sandboxgym.cli.support.terminal import harmless, nbytes_text
 from sandboxgym.envs.swebench.rows import record
 from sandboxgym.envs.swebench.rows.tasks import HOST, DataNotFound, Task, TaskError, TaskNotFound, open_tasks
@@ -107,8 +107,8 @@ def _tasks(options: argparse.Namespace) -> list[Task]:
     return list({task.instance_id: task for task in found}.values())
 
 
-def _job(options: argparse.Namespace, work: str, **more: Any) -> Job:
-    return Job(
+def _job(options: argparse.Namespace, work: str, **more: Any) -> EvaluationJob:
+    return EvaluationJob(
         work,
         options.dataset if not os.path.exists(options.dataset) else os.path.abspath(options.dataset),
         options.backend,
@@ -119,7 +119,7 @@ def _job(options: argparse.Namespace, work: str, **more: Any) -> Job:
     )
 
 
-def _answers(job: Job, rows: Sequence[str], jobs: int) -> Iterator[Answer]:
+def _answers(job: EvaluationJob, rows: Sequence[str], jobs: int) -> Iterator[JobAnswer]:
     """Yield answers with a progress bar; failures come at the end, on standard output like the rest."""
     bar = progress(unit="rows")
     bar.start(job.work, 0, len(rows))
@@ -137,7 +137,7 @@ def _prepare(options: argparse.Namespace, tasks: list[Task]) -> int:
 
     if not prepared.limit():
         raise CommandError(f"{prepared.VARIABLE}=0 is set: nothing is kept on disk")
-    failed: list[Answer] = []
+    failed: list[JobAnswer] = []
     made = already = 0
     began = time.monotonic()
     for answer in _answers(_job(options, "prepare"), [task.instance_id for task in tasks], options.jobs):
@@ -157,7 +157,7 @@ def _prepare(options: argparse.Namespace, tasks: list[Task]) -> int:
     return _report(failed)
 
 
-def _report(failed: list[Answer]) -> int:
+def _report(failed: list[JobAnswer]) -> int:
     for answer in failed:
         print(harmless(f"failed: {answer.instance_id}: {answer.error}"))
     return FAILED if failed else OK
@@ -228,7 +228,7 @@ def _check(options: argparse.Namespace, tasks: list[Task]) -> int:
     if options.missing:
         of = {name: check.task for name, check in known.items() if options.backend in ("auto", check.backend)}
         tasks = [task for task in tasks if of.get(task.instance_id) != task.digest]
-    failed: list[Answer] = []
+    failed: list[JobAnswer] = []
     job = _job(options, "check", repeat=options.repeat, timeout=options.timeout)
     for answer in _answers(job, [task.instance_id for task in tasks], options.jobs):
         if answer.error:

@@ -19,10 +19,11 @@ Every path has its own random streams, for the policy and for the environment, k
 sampled on a path does not depend on which other paths are rolled out, in which order or in which process.
 """
 
-from sandboxgym.tree.asynchronous import AsyncPolicy, rollout_async
+from sandboxgym.tree.asynchronous import AsyncPolicy
 from sandboxgym.tree.envs import Envs, EnvSource
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
-from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy, Recovery, rollout
+from sandboxgym.tree.policies import Clock, Context, Failure, Look, Policy, Recovery
+from sandboxgym.tree.rollout import rollout, rollout_async
 from sandboxgym.tree.schedules import ForkAt, Schedule, TopEntropy
 
 __all__ = [

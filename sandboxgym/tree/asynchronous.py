@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import gymnasium as gym
 
@@ -32,12 +32,9 @@ from sandboxgym.tree.envs import EnvSource, described, guarded, logger
 from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
 from sandboxgym.tree.lockstep import Driver, same
 from sandboxgym.tree.nodes import Action, Edge, Node, PathKey, RolloutTree
-from sandboxgym.tree.rollout import Clock, Context, Failure, Look
+from sandboxgym.tree.policies import Clock, Context, Failure, Look
 from sandboxgym.tree.schedules import Schedule
 from sandboxgym.wrappers.jobs import Begun
-
-if TYPE_CHECKING:
-    from sandboxgym.tree.journal import Journal
 
 T = TypeVar("T")
 
@@ -56,64 +53,6 @@ class AsyncPolicy(Protocol):
 
     async def __call__(self, context: Context, /) -> Action | None:
         """One action; None ends the path as truncated (no room left to act)."""
-
-
-async def rollout_async(
-    envs: EnvSource,
-    policy: AsyncPolicy,
-    schedule: Schedule,
-    *,
-    tasks: Sequence[Any] = (None,),
-    seed: Sequence[int] = (0,),
-    indices: Sequence[int] | None = None,
-    max_live: int = 1024,
-    clock: Clock | None = None,
-    retries: int = 0,
-    failures: list[Failure] | None = None,
-    look: Look | None = None,
-    capture_every: int = 0,
-    journal: Journal | None = None,
-    timeout: float | None = None,
-) -> list[RolloutTree]:
-    """Roll out one tree per task, every path by itself; the trees are those of `rollout`.
-
-    A path that is captured at every step (`Schedule.watches`) is captured while the policy decides. A fork starts once
-    the step that requested it has been executed, or the path that requested it has ended, and an environment is free.
-
-    Args:
-        envs: as for `rollout`. Environments work in threads, as many at a time as ``Envs(threads=…)`` or
-            ``PooledEnvs(threads=…)`` say.
-        policy: see `AsyncPolicy`.
-        schedule: rule for forking; see the docs, "Asynchronous rollouts", for what it may look at.
-        tasks: as for `rollout`, as are the arguments that follow.
-        seed: see there.
-        indices: see there.
-        max_live: most environments live at once.
-        clock: is told how long was waited for what: a moment in which several paths wait counts in equal parts.
-        retries: see there; as often an environment is asked for again that could not be made.
-        failures: is told of every environment that was lost, when the rollout ends. `Failure.dropped` counts forks of a
-            dropped path that had started, too.
-        look: see there.
-        capture_every: see there.
-        journal: see there; either driver continues what the other has written.
-        timeout: see there. At the deadline the policy's calls are cancelled, and environments finish the calls that are
-            under way; a path takes forks along that have ended already.
-
-    Raises:
-        ValueError: a journal was given with ``look``.
-        TimeoutError: of the timeout, unless there are ``retries``.
-        TypeError: the policy is not asynchronous.
-        Exception: whatever an environment (unless there are ``retries``) or the policy raised first.
-        RuntimeError: a call of the policy was cancelled, and not by this rollout.
-    """
-    places = indices if indices is not None else range(len(tasks))
-    failed: list[Failure] = failures if failures is not None else []
-    given = (envs, policy, schedule, seed, clock or Clock(), retries, failed, look, capture_every, timeout)
-    if journal is None:
-        return await Asynchronous(*given, max_live=max_live).run(tasks, places)
-    from sandboxgym.tree.journal import JournaledAsynchronous  # which is made of what is defined here
-
-    return await JournaledAsynchronous(journal, *given, max_live=max_live).run(tasks, places)
 
 
 @dataclass(slots=True, eq=False)

@@ -15,7 +15,7 @@ import gymnasium as gym
 from sandboxgym.wrappers.jobs import EnvJob, EnvResult, execute
 
 if TYPE_CHECKING:
-    from sandboxgym.tree.rollout import Failure, Recovery
+    from sandboxgym.tree.policies import Failure, Recovery
 
 T = TypeVar("T")
 logger = logging.getLogger("sandboxgym")

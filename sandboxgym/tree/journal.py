@@ -33,7 +33,7 @@ from sandboxgym.tree.envs import guarded
 from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
 from sandboxgym.tree.lockstep import Driver, Lockstep
 from sandboxgym.tree.nodes import Action, RolloutTree
-from sandboxgym.tree.rollout import Context, Policy
+from sandboxgym.tree.policies import Context, Policy
 from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, Stepped, execute
 
 logger = logging.getLogger("sandboxgym")

@@ -9,7 +9,7 @@ from typing import Any
 import gymnasium as gym
 
 from sandboxgym.tree.nodes import Action, Node, Path, RolloutTree
-from sandboxgym.tree.rollout import Context, Look
+from sandboxgym.tree.policies import Context, Look
 from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, Stepped, execute
 
 

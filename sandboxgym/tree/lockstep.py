@@ -25,7 +25,7 @@ from sandboxgym.errors import SnapshotCorrupt, SnapshotMissing
 from sandboxgym.tree.envs import EnvSource, NearSource, ToldSource, described, logger
 from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
-from sandboxgym.tree.rollout import Clock, Context, Failure, Look, Policy, Recovery
+from sandboxgym.tree.policies import Clock, Context, Failure, Look, Policy, Recovery
 from sandboxgym.tree.schedules import Schedule
 from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, execute
 

@@ -2,100 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-import gymnasium as gym
-import numpy as np
-
+from sandboxgym.tree.asynchronous import Asynchronous, AsyncPolicy
 from sandboxgym.tree.envs import EnvSource
-from sandboxgym.tree.nodes import Action, PathKey, RolloutTree
+from sandboxgym.tree.journal import Journal, Journaled, JournaledAsynchronous
+from sandboxgym.tree.lockstep import Lockstep
+from sandboxgym.tree.nodes import RolloutTree
+from sandboxgym.tree.policies import Clock, Failure, Look, Policy
 from sandboxgym.tree.schedules import Schedule
-
-if TYPE_CHECKING:
-    from sandboxgym.tree.journal import Journal
-
-
-@dataclass(slots=True)
-class Context:
-    """Input of a policy's decision: the present step of one path."""
-
-    path: tuple[int, PathKey]
-    """(task index, path key): unique within a rollout."""
-    observation: Any
-    info: dict[str, Any]
-    depth: int
-    memory: Any
-    """`Action.memory` of the step before, None at the root."""
-    rng: np.random.Generator
-    """The path's own stream."""
-
-
-class Policy(Protocol):
-    """Protocol of policies: decide for all live paths at once, by any function of the contexts.
-
-    One that keeps something of its paths, to continue from it in their forks, may have a method ``release(path)`` as
-    well: it is called with `Context.path` once the path has ended and nothing will start from its states any more. A
-    fork's key is that of the path which reached its first state, followed by one pair.
-    """
-
-    def __call__(self, contexts: Sequence[Context], /) -> Sequence[Action | None]:
-        """One action per context; None ends that path as truncated (no room left to act)."""
-
-
-Look = Callable[[gym.Env[Any, Any], dict[str, Any]], Any]
-"""Looks ahead from a state, given its environment and info, once, before an action is executed there; what it
-returns becomes `Node.ahead`. It leaves the environment as it is (`sandboxgym.successors` does), may be called by
-several threads at once, and what it raises counts as raised by the environment."""
-
-
-@dataclass(slots=True)
-class Clock:
-    """Wall-clock seconds that rollouts spent waiting, by cause; `rollout` adds to it."""
-
-    policy: float = 0.0
-    steps: float = 0.0
-    """Steps and resets of environments; those that work at the same time as others, or as the policy, count once."""
-    snapshots: float = 0.0
-    """Snapshots and restores, counted like ``steps``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """An environment that raised, in a rollout with ``retries``; or a task that a policy has no room to begin."""
-
-    task: int
-    """Index of the tree."""
-    path: PathKey
-    """Key of the path; () where it was the reset to the task."""
-    depth: int
-    """Steps since the root."""
-    error: str
-    """The exception as text, or why there is no room."""
-    dropped: int = 0
-    """Paths lost by the failure, those forked off it included; 0: the path continued."""
-    too_long: bool = False
-    """True if the policy could not act at all (`Policy` returned None for the first step)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Recovery:
-    """A path that continues with another environment, in a rollout with ``retries``."""
-
-    task: int
-    """Index of the tree."""
-    path: PathKey
-    """Key of the path."""
-    depth: int
-    """Steps since the root."""
-    kind: str
-    """Start of the replay: the last ``"snapshot"`` on the path, the ``"fork"`` where it begins, or a ``"reset"``."""
-    actions: int
-    """Actions that were repeated."""
-    error: str
-    """The exception of the environment that was lost, as text."""
 
 
 def rollout(
@@ -157,8 +74,6 @@ def rollout(
         TimeoutError: of the timeout, unless there are ``retries``.
         Exception: whatever an environment raised, unless there are ``retries``.
     """
-    from sandboxgym.tree.lockstep import Lockstep  # which is made of what is defined here
-
     places = indices if indices is not None else range(len(tasks))
     failed: list[Failure] = failures if failures is not None else []
     with ThreadPoolExecutor(2, thread_name_prefix="sandboxgym-rollout") as halves:  # no thread unless it is used
@@ -167,6 +82,60 @@ def rollout(
         given = (envs, policy, schedule, seed, clock or Clock(), background, *limits)
         if journal is None:
             return Lockstep(*given).run(tasks, places, max_live)
-        from sandboxgym.tree.journal import Journaled
-
         return Journaled(journal, *given).run(tasks, places, max_live)
+
+
+async def rollout_async(
+    envs: EnvSource,
+    policy: AsyncPolicy,
+    schedule: Schedule,
+    *,
+    tasks: Sequence[Any] = (None,),
+    seed: Sequence[int] = (0,),
+    indices: Sequence[int] | None = None,
+    max_live: int = 1024,
+    clock: Clock | None = None,
+    retries: int = 0,
+    failures: list[Failure] | None = None,
+    look: Look | None = None,
+    capture_every: int = 0,
+    journal: Journal | None = None,
+    timeout: float | None = None,
+) -> list[RolloutTree]:
+    """Roll out one tree per task, every path by itself; the trees are those of `rollout`.
+
+    A path that is captured at every step (`Schedule.watches`) is captured while the policy decides. A fork starts once
+    the step that requested it has been executed, or the path that requested it has ended, and an environment is free.
+
+    Args:
+        envs: as for `rollout`. Environments work in threads, as many at a time as ``Envs(threads=…)`` or
+            ``PooledEnvs(threads=…)`` say.
+        policy: see `AsyncPolicy`.
+        schedule: rule for forking; see the docs, "Asynchronous rollouts", for what it may look at.
+        tasks: as for `rollout`, as are the arguments that follow.
+        seed: see there.
+        indices: see there.
+        max_live: most environments live at once.
+        clock: is told how long was waited for what: a moment in which several paths wait counts in equal parts.
+        retries: see there; as often an environment is asked for again that could not be made.
+        failures: is told of every environment that was lost, when the rollout ends. `Failure.dropped` counts forks of a
+            dropped path that had started, too.
+        look: see there.
+        capture_every: see there.
+        journal: see there; either driver continues what the other has written.
+        timeout: see there. At the deadline the policy's calls are cancelled, and environments finish the calls that are
+            under way; a path takes forks along that have ended already.
+
+    Raises:
+        ValueError: a journal was given with ``look``.
+        TimeoutError: of the timeout, unless there are ``retries``.
+        TypeError: the policy is not asynchronous.
+        Exception: whatever an environment (unless there are ``retries``) or the policy raised first.
+        RuntimeError: a call of the policy was cancelled, and not by this rollout.
+    """
+    places = indices if indices is not None else range(len(tasks))
+    failed: list[Failure] = failures if failures is not None else []
+    given = (envs, policy, schedule, seed, clock or Clock(), retries, failed, look, capture_every, timeout)
+    if journal is None:
+        return await Asynchronous(*given, max_live=max_live).run(tasks, places)
+    return await JournaledAsynchronous(journal, *given, max_live=max_live).run(tasks, places)

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from sandboxgym.tree import Failure, Recovery
-from sandboxgym.workers.env_host import HostCounts
+from sandboxgym.workers.failures import HostCounts
 from sandboxgym.workers.meters import OwnerMeters
 
 try:

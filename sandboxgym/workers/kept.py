@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sandboxgym.core import Header, Layer, Snapshot
 from sandboxgym.errors import SnapshotMissing, StoreFull
+from sandboxgym.workers.failures import EnvFailure
 from sandboxgym.workers.store import Lease, SnapshotStore
 
 if TYPE_CHECKING:
@@ -388,8 +389,6 @@ class Kept:
         if self._stored is None:
             self._stored = self._lease.named(name_of(self.key))
         if self._stored is None and self.at(self.worker):
-            from sandboxgym.workers.env_host import EnvFailure
-
             try:
                 self.worker.call(0, "store_now", self.key, timeout=timeout)
             except EnvFailure as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from sandboxgym.workers.env_host import HostCounts
+from sandboxgym.workers.failures import HostCounts
 
 logger = logging.getLogger("sandboxgym")
 

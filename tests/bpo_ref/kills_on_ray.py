@@ -27,7 +27,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
+TESTS = Path(__file__).parents[1]
+sys.path[:0] = [str(TESTS / room) for room in ("support", "tree", "bpo_ref")]
 
 import gymnasium as gym  # noqa: E402
 import ray  # noqa: E402
@@ -334,7 +335,7 @@ def main() -> None:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     # Owners are copies of a process that begins before what is looked for in the end.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path[:2], os.environ.get("PYTHONPATH", "")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*sys.path[:3], os.environ.get("PYTHONPATH", "")]))
     multiprocessing.set_forkserver_preload(["kills", "sandboxgym.workers.fleet"])
     multiprocessing.forkserver.ensure_running()
     kinds = [kind for kind in KINDS if args.only in kind.name]

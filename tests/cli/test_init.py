@@ -30,7 +30,7 @@ def package(tmp_path, monkeypatch, run) -> Path:
 def within(package: Path, *command: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     env = {
         **os.environ,
-        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests", package / "src"))),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "support", package / "src"))),
         "NO_COLOR": "1",
     }
     program = [sys.executable, "-m", *command]
@@ -80,6 +80,7 @@ def test_its_snapshots_are_checked_and_the_badge_says_how_many_checks_that_were(
     assert " checks pass, 20" in badge and "two_rooms:TwoRoomsEnv-v0" in badge
 
 
+@pytest.mark.slow
 def test_its_test_of_snapshots_asks_the_suite(package):
     """With a few of the checks. All are passed, for the same tasks, in the next test."""
     assert 'check_snapshot("two_rooms:TwoRoomsEnv-v0", reset_options=[{"task": 0}, {"task": 3}])' in "".join(

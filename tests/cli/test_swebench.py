@@ -137,7 +137,7 @@ def work(*_):
 swebench_jobs._work = work
 swebench_jobs.serve()
 """
-    job = json.dumps(dataclasses.asdict(swebench_jobs.Job("prepare", "mini")))
+    job = json.dumps(dataclasses.asdict(swebench_jobs.EvaluationJob("prepare", "mini")))
     worker = subprocess.Popen(
         [sys.executable, "-c", code, job],
         env={**os.environ, "PYTHONPATH": str(ROOT)},

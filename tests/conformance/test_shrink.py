@@ -29,7 +29,7 @@ def executed(script: str, tmp_path: Path) -> str:
     """What a script prints in a new interpreter."""
     file = tmp_path / "script.py"
     file.write_text(script, encoding="utf-8")
-    folders = [str(HERE), str(HERE.parent), str(HERE.parents[1])]
+    folders = [str(HERE), str(HERE.parent / "support"), str(HERE.parents[1])]
     command = [
         sys.executable,
         "-W",

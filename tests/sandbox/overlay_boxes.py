@@ -105,7 +105,7 @@ def python(folder: Path, program: str, *arguments: str, nobody: bool = False) ->
     environment = {
         "PATH": os.environ["PATH"],
         "SANDBOXGYM_RUNTIME": str(folder),
-        "PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "tests")]),
+        "PYTHONPATH": os.pathsep.join(str(CHECKOUT / name) for name in ("", "tests", "tests/support")),
         "PYTHONDONTWRITEBYTECODE": "1",
         "HOME": str(folder),
     }

@@ -58,7 +58,11 @@ def peak(program: str, **environment: str) -> int:
         f"small = most()\n{after}\nprint('grew', most() - small)\n"
     )
     checkout = Path(__file__).parents[2]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(checkout), str(checkout / "tests")]), **environment}
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(checkout / name) for name in ("", "tests", "tests/support")),
+        **environment,
+    }
     done = subprocess.run([sys.executable, "-c", whole], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr
     return int(done.stdout.rpartition("grew ")[2])

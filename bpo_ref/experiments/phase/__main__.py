@@ -18,7 +18,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from bpo_ref.experiments.phase.diagram import FOLDER, SETTINGS, Setting, read_settings, table
+from bpo_ref.experiments.phase.diagram import FOLDER, SETTINGS, DiagramSetting, read_settings, table
 from bpo_ref.experiments.phase.measure import rounded, sweep
 from bpo_ref.experiments.variance import Study
 
@@ -43,7 +43,7 @@ def place(given: argparse.Namespace) -> None:
             seed=given.seed,
         )
     )
-    setting = Setting(
+    setting = DiagramSetting(
         given.name,
         found.lateness,
         found.quality,

@@ -119,14 +119,14 @@ class Chain:
 
 
 @dataclass(frozen=True)
-class Spent:
+class ChainCosts:
     """Noise of a task's gradient, and the tokens of its tree."""
 
     noise: float
     tokens: float
 
 
-def predicted(chain: Chain, args: Args, quality: float) -> Spent:
+def predicted(chain: Chain, args: Args, quality: float) -> ChainCosts:
     """The variance formula, Σ e_t P_t / n_t + Σ s_u E_≤u / n_u, with a number n of paths that depends on the state.
 
     For `rloo` P_t is the squared error of the mean of the other rollouts. For estimators with the pooled baseline it
@@ -141,11 +141,11 @@ def predicted(chain: Chain, args: Args, quality: float) -> Spent:
     assert args.roots is not None
     scores, past = chain.scores, chain.scores.cumsum()
     if args.baseline == "none":
-        return Spent(past[-1] * chain.spread / (args.roots - 1), float(args.roots * chain.steps))
+        return ChainCosts(past[-1] * chain.spread / (args.roots - 1), float(args.roots * chain.steps))
     error, decided, occupancy = chain.wrong(quality), chain.decided, chain.occupancy
     if args.schedule == "none":
         noise = sum(occupancy[t] @ (scores[t] * error[t] + past[t] * decided[t]) for t in range(chain.steps))
-        return Spent(float(noise) / args.roots, float(args.roots * chain.steps))
+        return ChainCosts(float(noise) / args.roots, float(args.roots * chain.steps))
     noise = tokens = 0.0
     survival, believed = _survival(chain, args, quality), chain.believed(quality)
     mass = {(0, 0, False): 1.0}  # of (successes, splits, has met the roulette)
@@ -167,7 +167,7 @@ def predicted(chain: Chain, args: Args, quality: float) -> Spent:
                     to = (c + gained * chain.counts(t), deep, gone)
                     following[to] = following.get(to, 0.0) + p * q
         mass = following
-    return Spent(float(noise), float(tokens))
+    return ChainCosts(float(noise), float(tokens))
 
 
 def _shown(chain: Chain, t: int, c: int, quality: float) -> list[tuple[int, float]]:

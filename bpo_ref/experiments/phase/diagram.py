@@ -37,7 +37,7 @@ SETTINGS = {
 
 
 @dataclass(frozen=True)
-class Setting:
+class DiagramSetting:
     """The place of a setting, measured with a policy made by the commands of its study.
 
     Attributes:
@@ -84,12 +84,12 @@ def along(product: float) -> tuple[float, float]:
     return min(costs), max(costs)
 
 
-def read_settings(docs: Path) -> list[Setting]:
+def read_settings(docs: Path) -> list[DiagramSetting]:
     """The measured settings."""
     path = docs / FOLDER / "settings.jsonl"
     records = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else [])
     return [
-        Setting(
+        DiagramSetting(
             **{
                 **record,
                 **{name: Estimate(**record[name]) for name in ("lateness", "quality")},

@@ -95,20 +95,20 @@ def _alfworld_steps(options: Options, *, fresh: bool) -> Iterator[Pair]:
     """Twelve steps of one game after another, whose operators are on disk: new to this process, or played before."""
     if not (importlib.util.find_spec("textworld") and importlib.util.find_spec("alfworld")):
         raise RowUnavailable("TextWorld and alfworld are not installed: pip install 'sandboxgym[alfworld-reference]'")
-    from sandboxgym.bench.alfworld import Times, _original, _walk
+    from sandboxgym.bench.alfworld import GameTimes, _original, _walk
     from sandboxgym.envs.alfworld.game import Game
     from sandboxgym.envs.alfworld.games.library import GameLibrary, content_of
     from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
 
-    steps, Times.cpu = 12, True
+    steps, GameTimes.cpu = 12, True
     env = gym.make("sandboxgym/ALFWorld-v0", games=options.games, max_episode_steps=1_000_000, stop_when_won=False)
     library: GameLibrary = env.unwrapped.library  # type: ignore[attr-defined]
     for task in range(1, len(library)):
-        times = Times()
+        times = GameTimes()
         for _ in range(2):  # from the second time on, operators are kept
             Game.from_json(content_of(library[task]), cache=GroundingCache())
         if not fresh:
-            _walk(env, task, steps, seed=0, times=Times())
+            _walk(env, task, steps, seed=0, times=GameTimes())
         _walk(env, task, steps, seed=0, times=times)
         theirs = _original(library, [task], steps, seed=0)["step"]
         yield times.mean, theirs.mean
@@ -149,7 +149,7 @@ def _vector(options: Options, *, theirs: bool) -> Iterator[Pair]:
 def _webshop_steps(options: Options) -> Iterator[Pair]:
     """Random episodes, searches remembered by both, against the original's text environment without Lucene."""
     from sandboxgym.bench import webshop
-    from sandboxgym.bench.alfworld import Times
+    from sandboxgym.bench.alfworld import GameTimes
 
     if options.webshop is None or options.catalogue is None:
         raise RowUnavailable("no checkout of princeton-nlp/WebShop and its products: --webshop DIR --catalogue DIR")
@@ -158,7 +158,7 @@ def _webshop_steps(options: Options) -> Iterator[Pair]:
     shop = env.unwrapped.shop  # type: ignore[attr-defined]
     plays = webshop.random_plays(env, 100, seed=0)
     webshop._forget(shop)
-    Times.cpu = True
+    GameTimes.cpu = True
     with webshop.original(options.webshop, options.catalogue, shop) as reference:
         for each in plays:
             ours, _ = webshop.play([each], lambda goal: env.reset(options={"goal": goal}), env.step)
@@ -195,12 +195,12 @@ def _goals(options: Options) -> Iterator[Pair]:
 
 def _searched(options: Options) -> Iterator[Pair]:
     """Instructions searched among generated products with their ranking, against every product scored."""
-    from sandboxgym.bench.search import Generator
+    from sandboxgym.bench.search import QueryGenerator
     from sandboxgym.envs.webshop.retrieval.analysis import terms
     from sandboxgym.envs.webshop.retrieval.index_build import build
 
     shop = gym.make("sandboxgym/WebShop-v0").unwrapped.shop  # type: ignore[attr-defined]
-    index = build(Generator(shop.catalogue, seed=0).documents(100_000))
+    index = build(QueryGenerator(shop.catalogue, seed=0).documents(100_000))
     for number in itertools.count():
         query = terms(shop.goals[number * 7 % len(shop.goals)].instruction)
         pairs = in_turns(functools.partial(index.search, query), functools.partial(index.exhaustive, query))

@@ -26,11 +26,11 @@ class CannotGo(Exception):
 
 
 @dataclass(eq=False, slots=True)
-class Node:
+class HistoryNode:
     """A visited state, and the step that led there."""
 
     number: int
-    parent: Node | None
+    parent: HistoryNode | None
     action: Any
     """Action that led here; None for a root."""
     snap: Any
@@ -44,10 +44,10 @@ class Node:
     info: dict[str, Any]
     label: str = ""
     """Name given by the player."""
-    children: list[Node] = field(default_factory=list)
+    children: list[HistoryNode] = field(default_factory=list)
     origin: str = ""
     """Origin of a root: a reset or a loaded file."""
-    onward: Node | None = None
+    onward: HistoryNode | None = None
     """Child visited last, the target of redo."""
 
     @property
@@ -55,10 +55,10 @@ class Node:
         """Tell whether the episode has ended here."""
         return self.terminated or self.truncated
 
-    def line(self) -> list[Node]:
+    def line(self) -> list[HistoryNode]:
         """Nodes from the root to this one."""
-        nodes: list[Node] = []
-        node: Node | None = self
+        nodes: list[HistoryNode] = []
+        node: HistoryNode | None = self
         while node is not None:
             nodes.append(node)
             node = node.parent
@@ -79,7 +79,7 @@ class Exploration:
     ) -> None:
         self.env = env
         self.options = options
-        self.nodes: list[Node] = []
+        self.nodes: list[HistoryNode] = []
         self.here = self._begin(seed)
 
     @property
@@ -88,7 +88,7 @@ class Exploration:
         clock = _clock(self.env)
         return None if clock is None else clock._max_episode_steps
 
-    def reset(self, *, seed: int | None = None, task: str | int | None = None) -> Node:
+    def reset(self, *, seed: int | None = None, task: str | int | None = None) -> HistoryNode:
         """Begin another episode, at a new root.
 
         Args:
@@ -108,7 +108,7 @@ class Exploration:
             sandboxgym.restore(self.env, self.here.snap)
             raise CannotGo(f"{type(error).__name__}: {error}") from error
 
-    def step(self, action: Any) -> Node:
+    def step(self, action: Any) -> HistoryNode:
         """Take an action.
 
         Raises:
@@ -128,7 +128,7 @@ class Exploration:
         here.onward = self.here = known
         return known
 
-    def undo(self, steps: int = 1) -> Node:
+    def undo(self, steps: int = 1) -> HistoryNode:
         """Go back by a number of steps."""
         node = self.here
         for _ in range(steps):
@@ -137,7 +137,7 @@ class Exploration:
             node = node.parent
         return self.goto(node)
 
-    def redo(self, steps: int = 1) -> Node:
+    def redo(self, steps: int = 1) -> HistoryNode:
         """Go forward again, to the child visited last from here."""
         node = self.here
         for _ in range(steps):
@@ -146,7 +146,7 @@ class Exploration:
             node = node.onward
         return self.goto(node)
 
-    def goto(self, node: Node) -> Node:
+    def goto(self, node: HistoryNode) -> HistoryNode:
         """Go to any visited state."""
         sandboxgym.restore(self.env, node.snap)
         self.here = node
@@ -154,7 +154,7 @@ class Exploration:
             earlier.onward = later
         return node
 
-    def mark(self, label: str) -> Node:
+    def mark(self, label: str) -> HistoryNode:
         """Name this state; any other state loses the name."""
         for node in self.nodes:
             if node.label == label:
@@ -162,7 +162,7 @@ class Exploration:
         self.here.label = label
         return self.here
 
-    def named(self, name: str) -> Node:
+    def named(self, name: str) -> HistoryNode:
         """Find a visited state by its name or number."""
         for node in self.nodes:
             if node.label == name:
@@ -177,7 +177,7 @@ class Exploration:
         """Write this state to a file that another process can load."""
         self.here.snap.save(Path(path).expanduser())
 
-    def load(self, path: str | os.PathLike[str]) -> Node:
+    def load(self, path: str | os.PathLike[str]) -> HistoryNode:
         """Load a saved state, which becomes a root of its own.
 
         Raises:
@@ -204,11 +204,11 @@ class Exploration:
                 getattr(node.snap, "release", lambda: None)()
         self.env.close()
 
-    def roots(self) -> Iterator[Node]:
+    def roots(self) -> Iterator[HistoryNode]:
         """Roots of all episodes."""
         return (node for node in self.nodes if node.parent is None)
 
-    def _begin(self, seed: int | None) -> Node:
+    def _begin(self, seed: int | None) -> HistoryNode:
         observation, info = self.env.reset(seed=seed, options=self.options)
         self.here = self._add(None, None, observation, 0.0, False, False, info)
         self.here.origin = "start" if seed is None else f"start, seed {seed}"
@@ -216,20 +216,20 @@ class Exploration:
 
     def _add(
         self,
-        parent: Node | None,
+        parent: HistoryNode | None,
         action: Any,
         observation: Any,
         reward: float,
         terminated: bool,
         truncated: bool,
         info: dict[str, Any],
-    ) -> Node:
+    ) -> HistoryNode:
         clock = _clock(self.env)
         elapsed = None if clock is None else clock._elapsed_steps
         step = elapsed if elapsed is not None else 0 if parent is None else parent.step + 1
         total = reward + (0.0 if parent is None else parent.total)
         snap = sandboxgym.snapshot(self.env)
-        node = Node(
+        node = HistoryNode(
             len(self.nodes), parent, action, snap, observation, reward, total, step, terminated, truncated, info
         )
         self.nodes.append(node)
@@ -238,7 +238,7 @@ class Exploration:
         return node
 
 
-def _same_step(here: Node, action: Any, info: dict[str, Any]) -> Node | None:
+def _same_step(here: HistoryNode, action: Any, info: dict[str, Any]) -> HistoryNode | None:
     reached = info.get("state_hash")
     if reached is None or not isinstance(action, (str, int)):
         return None
@@ -254,7 +254,7 @@ def _clock(env: gym.Env[Any, Any]) -> Any:
     return None
 
 
-def draw(exploration: Exploration) -> Iterator[tuple[str, Node]]:
+def draw(exploration: Exploration) -> Iterator[tuple[str, HistoryNode]]:
     """Draw the tree as lines: the branches before each node, then the node. A single line of play is not indented."""
     # (node, what stands before it, what stands before its descendants)
     pending = [(root, "", "") for root in list(exploration.roots())[::-1]]

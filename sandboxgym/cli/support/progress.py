@@ -21,18 +21,18 @@ class PlainProgress:
         self._done, self._total, self._printed = 0, None, 0.0
 
     def start(self, name: str, done: int, total: int | None) -> None:
-        """See `transfer.Progress`."""
+        """See `transfer.TransferProgress`."""
         self._name, self._done, self._total = name, done, total
         self._print()
 
     def advance(self, nbytes: int) -> None:
-        """See `transfer.Progress`."""
+        """See `transfer.TransferProgress`."""
         self._done += nbytes
         if time.monotonic() - self._printed > SECONDS:
             self._print()
 
     def finish(self) -> None:
-        """See `transfer.Progress`."""
+        """See `transfer.TransferProgress`."""
         if self._name is not None:
             self._print()
             self._name = None
@@ -57,16 +57,16 @@ class BarProgress:
         self._unit = {"unit": unit, "unit_scale": unit == "B"}
 
     def start(self, name: str, done: int, total: int | None) -> None:
-        """See `transfer.Progress`."""
+        """See `transfer.TransferProgress`."""
         self._bar = self._tqdm(desc=name, initial=done, total=total, **self._unit, file=self._out, dynamic_ncols=True)
 
     def advance(self, nbytes: int) -> None:
-        """See `transfer.Progress`."""
+        """See `transfer.TransferProgress`."""
         if self._bar is not None:
             self._bar.update(nbytes)
 
     def finish(self) -> None:
-        """See `transfer.Progress`."""
+        """See `transfer.TransferProgress`."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None

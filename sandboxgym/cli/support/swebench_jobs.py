@@ -31,7 +31,7 @@ _PATIENCE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class EvaluationJob:
     """Job to be done with each row."""
 
     work: str
@@ -46,7 +46,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class JobAnswer:
     """Result of a job on a row."""
 
     instance_id: str
@@ -57,12 +57,12 @@ class Answer:
     """Warnings that were logged meanwhile."""
 
 
-def carry_out(job: Job, rows: Sequence[str], *, jobs: int) -> Iterator[Answer]:
+def carry_out(job: EvaluationJob, rows: Sequence[str], *, jobs: int) -> Iterator[JobAnswer]:
     """Work on rows; answers come in the order in which they are done."""
     waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
     for row in rows:
         waiting.put(row)
-    answers: queue.SimpleQueue[Answer | BaseException] = queue.SimpleQueue()
+    answers: queue.SimpleQueue[JobAnswer | BaseException] = queue.SimpleQueue()
     workers = [_Worker(job, waiting, answers) for _ in range(max(1, min(jobs, len(rows))))]
     try:
         for worker in workers:
@@ -85,9 +85,9 @@ class _Worker:
 
     def __init__(
         self,
-        job: Job,
+        job: EvaluationJob,
         waiting: queue.SimpleQueue[str],
-        answers: queue.SimpleQueue[Answer | BaseException],
+        answers: queue.SimpleQueue[JobAnswer | BaseException],
     ) -> None:
         self.job, self.waiting, self.answers = job, waiting, answers
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -127,10 +127,10 @@ class _Worker:
         except BaseException as error:  # or the caller waits for ever
             self.answers.put(error)
 
-    def _asked(self, row: str, said: IO[str]) -> Answer:
+    def _asked(self, row: str, said: IO[str]) -> JobAnswer:
         with self._lock:
             if self._stopped:
-                return Answer(row, {}, "interrupted")
+                return JobAnswer(row, {}, "interrupted")
             if self._process is None:
                 self._process = _start(self.job, said)
             process = self._process
@@ -142,13 +142,13 @@ class _Worker:
             line = process.stdout.readline()
         if line:
             answer = json.loads(line)
-            return Answer(row, answer["result"], answer["error"], tuple(answer["notes"]))
+            return JobAnswer(row, answer["result"], answer["error"], tuple(answer["notes"]))
         status = process.wait()
         self._process = None
         said.seek(0)
         last = said.read().strip().rpartition("\n")[2]
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
-        return Answer(row, {}, f"its worker {how}: {last}" if last else f"its worker {how}")
+        return JobAnswer(row, {}, f"its worker {how}: {last}" if last else f"its worker {how}")
 
     def _let_go(self) -> None:
         process = self._process
@@ -160,7 +160,7 @@ class _Worker:
             process.wait()
 
 
-def _start(job: Job, said: IO[str]) -> subprocess.Popen[str]:
+def _start(job: EvaluationJob, said: IO[str]) -> subprocess.Popen[str]:
     code = "from sandboxgym.cli.support import swebench_jobs; swebench_jobs.serve()"
     # In a session of its own: the owner alone is interrupted by the terminal.
     return subprocess.Popen(
@@ -191,7 +191,7 @@ class _Notes(logging.Handler):
 
 def serve() -> None:
     """Serve the owner until it closes its end."""
-    job = Job(**json.loads(sys.argv[1]))
+    job = EvaluationJob(**json.loads(sys.argv[1]))
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what a library prints is no answer
     notes = _Notes()
@@ -234,7 +234,7 @@ def _follow_owner(busy: threading.Event) -> None:
         signal.pthread_kill(main, signal.SIGINT)  # to that thread: it may wait for something
 
 
-def _work(job: Job, row: str) -> dict[str, Any]:
+def _work(job: EvaluationJob, row: str) -> dict[str, Any]:
     from sandboxgym.envs.swebench.rows.tasks import open_tasks
     from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
 

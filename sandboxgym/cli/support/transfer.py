@@ -38,7 +38,7 @@ class ChecksumMismatch(TransferError):
     """Raised if the content is not the expected one."""
 
 
-class Progress(Protocol):
+class TransferProgress(Protocol):
     """Receiver of a transfer's progress."""
 
     def start(self, name: str, done: int, total: int | None) -> None:
@@ -65,7 +65,7 @@ def fetch(
     url: str,
     part: Path,
     *,
-    progress: Progress,
+    progress: TransferProgress,
     check_room: Callable[[int], None] = lambda nbytes: None,
     attempts: int = 5,
     timeout: float = 30.0,
@@ -126,7 +126,7 @@ def forget(part: Path) -> None:
 
 
 def _attempt(
-    url: str, file: IO[bytes], part: Path, progress: Progress, check_room: Callable[[int], None], timeout: float
+    url: str, file: IO[bytes], part: Path, progress: TransferProgress, check_room: Callable[[int], None], timeout: float
 ) -> bool:
     """Make one request; returns whether the whole file is there afterwards."""
     known = _read_note(part)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import IO
 
-from sandboxgym.cli.support.transfer import Progress
+from sandboxgym.cli.support.transfer import TransferProgress
 
 
 class UnsafeArchive(Exception):
@@ -23,7 +23,7 @@ class UnsafeArchive(Exception):
 
 
 def unpack(
-    archive: Path, into: Path, *, progress: Progress, check_room: Callable[[int], None] = lambda nbytes: None
+    archive: Path, into: Path, *, progress: TransferProgress, check_room: Callable[[int], None] = lambda nbytes: None
 ) -> int:
     """Unpack a zip or tar archive into a directory, which is emptied first.
 
@@ -60,7 +60,7 @@ def merge(source: Path, target: Path) -> None:
     source.rmdir()
 
 
-def _unpack_zip(archive: Path, into: Path, progress: Progress, check_room: Callable[[int], None]) -> int:
+def _unpack_zip(archive: Path, into: Path, progress: TransferProgress, check_room: Callable[[int], None]) -> int:
     with zipfile.ZipFile(archive) as content:
         members = content.infolist()
         for member in members:
@@ -78,7 +78,7 @@ def _unpack_zip(archive: Path, into: Path, progress: Progress, check_room: Calla
         return len(files)
 
 
-def _unpack_tar(archive: Path, into: Path, progress: Progress, check_room: Callable[[int], None]) -> int:
+def _unpack_tar(archive: Path, into: Path, progress: TransferProgress, check_room: Callable[[int], None]) -> int:
     with tarfile.open(archive) as content:
         members = content.getmembers()
         for member in members:
@@ -105,7 +105,7 @@ def _place(archive: Path, name: str, into: Path) -> Path:
     return into / path
 
 
-def _write(source: IO[bytes], place: Path, progress: Progress) -> None:
+def _write(source: IO[bytes], place: Path, progress: TransferProgress) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with open(place, "xb") as target:  # the same name twice is an error, not a replacement
         for chunk in _chunks(source):

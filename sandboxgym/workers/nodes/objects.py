@@ -30,7 +30,7 @@ from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.errors import StoreFull
 from sandboxgym.workers.blobs import Blobs, Found
-from sandboxgym.workers.env_host import FleetError
+from sandboxgym.workers.failures import FleetError
 from sandboxgym.workers.fleet_status import draining
 
 try:

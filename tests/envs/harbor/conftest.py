@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from pathlib import Path
-
 import pytest
 from components import missing
-
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "sandbox")]
-
-from docker_image import docker_image as docker_image  # noqa: E402
-
-
-def why_not(rootless: bool) -> str | None:
-    from sandboxgym.sandbox.overlay.backend import why_unavailable
-
-    if not rootless and os.geteuid() != 0:
-        return "this process is not root"
-    return why_unavailable(rootless=rootless)
+from docker_image import docker_image as docker_image
+from task_folders import why_not
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 TOML = """version = "1.0"
@@ -22,6 +23,14 @@ storage = "1G"
 TEST = """#!/bin/bash
 if grep -qx done /app/answer; then echo 1; else echo 0; fi > /logs/verifier/reward.txt
 """
+
+
+def why_not(rootless: bool) -> str | None:
+    from sandboxgym.sandbox.overlay.backend import why_unavailable
+
+    if not rootless and os.geteuid() != 0:
+        return "this process is not root"
+    return why_unavailable(rootless=rootless)
 
 
 def write_task(

@@ -11,7 +11,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 from components import missing
-from task_folders import TOML, write_task
+from task_folders import TOML, why_not, write_task
 
 import sandboxgym
 from sandboxgym import Snapshot, SnapshotWrapper
@@ -66,7 +66,6 @@ def test_the_solution_earns_the_reward_and_nothing_earns_none(sandboxes: None) -
 @pytest.mark.parametrize("task", ALL)
 @pytest.mark.parametrize("backend", ["overlay", "overlay-rootless"])
 def test_every_embedded_task_is_solved_by_its_solution_only(backend: str, task: str) -> None:
-    from conftest import why_not  # type: ignore[attr-defined]
 
     if reason := why_not(backend == "overlay-rootless"):
         missing("overlay", reason)

@@ -13,9 +13,6 @@ from typing import Any
 import gymnasium as gym
 import pytest
 from components import missing
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "sandbox"))
-
 from docker_image import docker_image as docker_image
 
 import sandboxgym  # noqa: F401  registers the ids

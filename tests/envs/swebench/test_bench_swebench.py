@@ -25,7 +25,7 @@ def test_the_repository_is_the_same_each_time_and_has_as_many_files_as_are_wante
 
 
 def test_what_took_more_than_it_may_is_said() -> None:
-    quick, slow = swebench.Row(), swebench.Row()
+    quick, slow = swebench.SWEBenchRow(), swebench.SWEBenchRow()
     for row, step, reset in ((quick, 0.003, 0.2), (slow, 0.031, 0.35)):
         row.execute, row.step = Times([0.001]), Times([step])
         row.reset = row.reset_new = row.busy = Times([reset])

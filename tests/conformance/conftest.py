@@ -1,8 +1,0 @@
-"""Let the tests of the suite import the faulty environments beside them."""
-
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parent))
