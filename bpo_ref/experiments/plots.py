@@ -249,7 +249,7 @@ def study_figure(
     beside.set_yticks(range(len(differences)), list(differences))
     beside.invert_yaxis()
     beside.grid(alpha=0.3, axis="x")
-    beside.set_xlabel("difference of areas under the curve\ndot: a start; diamond and bar: mean, exact 95 % interval")
+    beside.set_xlabel("difference of areas under the curve\ndot: a start; bar: exact 95 % interval")
     figure.tight_layout()
     figure.savefig(path, dpi=120)
     plt.close(figure)

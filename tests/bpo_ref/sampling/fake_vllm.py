@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[1])]
 
 from fake_engine import FakeServer  # noqa: E402
 

@@ -30,7 +30,7 @@ from bpo_ref.train import Trainer
 from sandboxgym.system import proc
 
 HERE = Path(__file__).parent
-TRAIN = HERE.parents[1] / "bpo_ref/train.py"
+TRAIN = HERE.parents[2] / "bpo_ref/train.py"
 COLOCATE: dict[str, Any] = {"server": ("colocate",)}
 
 
@@ -84,7 +84,7 @@ def program(folder: Path, out: Path, **options: Any) -> subprocess.Popen[str]:
     config = out.with_suffix(".json")
     given = {**SMALL, **options, "server": ["colocate"], "model": str(folder), "trackers": [], "out": str(out)}
     config.write_text(json.dumps(given))
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, str(TRAIN), "--config", str(config)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True

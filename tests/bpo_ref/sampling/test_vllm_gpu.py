@@ -56,6 +56,7 @@ def test_a_run_in_bf16_learns_from_its_turns(server: Server, tmp_path: Path, cas
 
 
 def test_the_memory_of_a_server_that_sleeps_is_free(server: Server) -> None:
+    server.post("/wake_up", {})  # the run before leaves it asleep
     awake = torch.cuda.mem_get_info()[0]
     server.post("/sleep?level=1", {})
     asleep = torch.cuda.mem_get_info()[0]
