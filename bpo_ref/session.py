@@ -138,7 +138,7 @@ class TrainingSession:
         """Read or make the state of the run, once there are environments."""
         try:
             keyed = gives_key(self.envs)
-        except (SandboxUnavailable, FleetError, WorkerDied, TimeoutError):
+        except (ConfigError, SandboxUnavailable, FleetError, WorkerDied, TimeoutError):
             raise  # with a sentence
         except Exception as error:  # environments raise any type of error
             if not args.env_retries:

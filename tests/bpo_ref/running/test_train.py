@@ -161,7 +161,7 @@ def test_a_checkpoint_is_evaluated_as_in_training(
     evaluation.main(["--checkpoint", str(finished / "checkpoint"), "--json", str(tmp_path / "score.json")])
     written = json.loads((tmp_path / "score.json").read_text())
     assert {name: written["score"][name] for name in expected} == expected
-    assert evaluation.defaults("somewhere/else").max_turns == evaluation.Args("").max_turns
+    assert evaluation.defaults("somewhere/else").max_turns == evaluation.EvalArgs("").max_turns
     evaluation.main(
         ["--checkpoint", str(finished / "checkpoint"), "--episodes", "2", "--json", str(tmp_path / "two.json")]
     )

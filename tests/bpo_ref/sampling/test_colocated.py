@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from fake_engine import wait_until
@@ -260,12 +261,15 @@ def test_a_server_whose_keeper_is_killed_is_not_left(runtime: Path, folder: Path
 
 @pytest.mark.slow
 def test_each_of_two_processes_has_a_server(runtime: Path, folder: Path, tmp_path: Path) -> None:
-    from test_train import launch
+    from test_train import ENVIRONMENT, launcher
 
     given = {**SMALL, "server": ["colocate"], "model": str(folder), "trackers": []}
     config = tmp_path / "config.json"
     config.write_text(json.dumps(given))
-    launch(TRAIN, tmp_path / "out", 2, config)
+    named = {name: os.environ[name] for name in ("SANDBOXGYM_RUNTIME", "SANDBOXGYM_VLLM")}
+    command = [*launcher(TRAIN, 2)[1:], "--config", str(config), "--out", str(tmp_path / "out")]
+    done = forked.run(command, {**ENVIRONMENT, **named})
+    assert done.returncode == 0, done.stderr[-3000:]
     assert sorted(path.name for path in (tmp_path / "out/servers").iterdir()) == ["0.log", "1.log"]
     alone = own_trainer(folder, tmp_path / "alone")
     alone.run()
