@@ -252,7 +252,9 @@ def _unsupported(config: _Section, environment: _Section, compose: str) -> str:
     gpus = environment.number("gpus", 0)
     operating_system = environment.text("os") or "linux"
     verifier = config.section("verifier")
+    version = config.text("schema_version") or config.text("version") or "1.0"
     reasons = {
+        f"version {brief(version, 20)} of task.toml (1.0 to 1.4 are read)": not version.startswith("1."),
         f"environment/{compose}: several containers": compose,
         "[environment] gpus: a GPU": gpus,
         f"[environment] os: {operating_system}": operating_system != "linux",
@@ -317,7 +319,7 @@ class _Section:
         match = _SIZE.fullmatch(found.strip()) if isinstance(found, str) and len(found) < 40 else None
         size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
         if not 2**20 <= size < 2**62:
-            raise self.wrong(key, "a size such as '512M' or '2G'", found)
+            raise self.wrong(key, "a size such as '512M' or '2G', at least 1M", found)
         return size
 
     def variables(self, key: str) -> dict[str, str]:

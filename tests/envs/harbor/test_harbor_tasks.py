@@ -149,8 +149,10 @@ def test_a_task_that_needs_more_than_there_is_does_not_spoil_its_folder(tmp_path
     write_task(tmp_path / "compose", files={"environment/docker-compose.yaml": "services: {}\n"})
     write_task(tmp_path / "gpu", toml=f"{TOML}gpus = 1\n")
     write_task(tmp_path / "steps", toml=f"{TOML}[[steps]]\nname = 'one'\n")
+    write_task(tmp_path / "version", toml=TOML.replace('version = "1.0"', 'schema_version = "2.0"'))
     tasks = open_tasks(tmp_path)
-    assert [bool(task.unsupported) for task in tasks] == [True, False, True, True]
+    assert [bool(task.unsupported) for task in tasks] == [True, False, True, True, True]
+    assert tasks[4].unsupported == "version '2.0' of task.toml (1.0 to 1.4 are read)"
     with pytest.raises(TaskUnsupported, match=r"docker-compose\.yaml: several containers cannot be had here"):
         start_of(tasks[0], Settings(image="host"))
 
