@@ -400,7 +400,7 @@ def comparisons_table(found: Mapping[str, NDArray[np.float64]]) -> str:
 
 
 def ends_table(data: Path, domain: str) -> str:
-    """What is described and not tested: the end of the runs, and what they cost, as means over the starts."""
+    """The end of the runs and what they cost, as means over the starts: described, not tested."""
     metric, choices = DOMAINS[domain].metric, chosen(data, domain)
     lines = [
         f"| method | {metric} at the start | at the end, mean ± s.e. of starts | rollouts | environment steps | tokens "

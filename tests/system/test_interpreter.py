@@ -229,6 +229,7 @@ def is_false(node: ast.expr) -> bool:
 
 
 STARTERS = {
+    "bpo_ref/running/colocated.py": "the keeper imports nothing of the packages; vLLM has a Python of its own",
     "sandboxgym/system/interpreter.py": "makes the command lines",
     "sandboxgym/sandbox/overlay/runtime.py": "the zygote, isolated by its own command line",
     "sandboxgym/sandbox/copy/backend.py": "the folder of the interpreter, for PATH",
