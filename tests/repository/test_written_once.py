@@ -123,7 +123,7 @@ HOMES: dict[Callable[[ast.AST], bool], dict[str, str]] = {
         "sandboxgym/sandbox/overlay/kernel.py": "addresses of this process's own command line",
         "sandboxgym/attack/stage.py": "the size of an attacking process",
         "sandboxgym/bench/tools/cost.py": "runs with the package of another checkout",
-        "bpo_ref/running/keeper.py": "imports the standard library alone: it is there at once, and small, beside a server",
+        "bpo_ref/running/keeper.py": "imports the standard library alone, to be small and there at once",
     },
 }
 
