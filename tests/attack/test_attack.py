@@ -17,7 +17,7 @@ import pytest
 from components import missing
 
 from sandboxgym import attack as package
-from sandboxgym.attack import BACKENDS, GROUPS, Outcome, Report, attempts
+from sandboxgym.attack import BACKENDS, GROUPS, AttemptOutcome, Report, attempts
 from sandboxgym.attack import run as running
 from sandboxgym.attack.attempt import Attempt, NotApplicable, blocked, leaves_open, passed, unlimited
 from sandboxgym.attack.inside import answers
@@ -96,8 +96,8 @@ def test_an_attempt_that_did_not_run_inside_is_not_blocked(verdict: str) -> None
         Reply(verdict, "it did not run", {}).seen()
 
 
-def outcomes(*verdicts: str) -> tuple[Outcome, ...]:
-    return tuple(Outcome("toy", f"escape/{n}", "escape", v, "leaves", "seen") for n, v in enumerate(verdicts))  # type: ignore[arg-type]
+def outcomes(*verdicts: str) -> tuple[AttemptOutcome, ...]:
+    return tuple(AttemptOutcome("toy", f"escape/{n}", "escape", v, "leaves", "seen") for n, v in enumerate(verdicts))  # type: ignore[arg-type]
 
 
 def test_the_status_tells_what_was_found() -> None:
