@@ -173,9 +173,18 @@ def workers_of(envs: RayEnvs) -> list[RayWorker]:
 
 
 def await_all(envs: RayEnvs) -> None:
-    """Wait until every worker runs; those that were placed on a node that is gone are asked for anew."""
+    """Wait until every worker runs and no unused one is about to leave for another node.
+
+    Those that were placed on a node that is gone are asked for anew. On a busy machine a node may be seen so late that
+    all workers begin on another one: then some are moved, and one that is being left is not replaced if it dies.
+    """
     deadline = time.monotonic() + 120
-    while len(envs._running()) < len(set(envs._present()) - set(envs._leaving)):
+    while True:
+        if len(envs._running()) >= len(set(envs._present()) - set(envs._leaving)):
+            envs.tend()
+            staying = set(envs._present()) - set(envs._leaving)
+            if len(envs._running()) >= len(staying) and all(envs._taken[place] for place in envs._leaving):
+                return
         assert time.monotonic() < deadline
         time.sleep(0.1)
 

@@ -147,8 +147,9 @@ def test_trees_of_other_environments_are_the_local_ones_although_a_worker_and_a_
         os.kill(pid, signal.SIGKILL)
 
     def kill_node() -> None:
-        there = workers_of(envs)[1].node
-        nodes.kill(next(node for node in nodes.nodes if node.node_id == there), workers_of(envs))
+        await_all(envs)  # the killed worker may be on any node by now, and the other on its way
+        used = {worker.node for worker in workers_of(envs) if worker.ready}
+        nodes.kill(next(node for node in nodes.nodes if node.node_id in used), workers_of(envs))
 
     options: dict[str, Any] = {"tasks": [0, 1], "seed": (3,)}
     with Envs(lambda: gym.make(f"sandboxgym/{env}", **arguments)) as here:

@@ -496,3 +496,46 @@ class ComposedSpacesSwapped(Weather):
         one, other = self.action_space.np_random, self.observation_space.np_random
         self.action_space._np_random, self.observation_space._np_random = other, one
         return result
+
+
+SHELVES: list[list[int]] = [[number] for number in range(25_000)]
+"""A stock that all environments share and nobody changes."""
+
+
+@mutant("a generator behind 25,000 other objects is not captured", "streams.exact")
+class LeakBehindStock(Weather):
+    """The last item of a long list draws the leak of the day; restored environments get a new one."""
+
+    def begin(self) -> None:
+        super().begin()
+        self.stock: list[list[Any]] = [*SHELVES, [random.Random(int(self.np_random.integers(2**31)))]]
+
+    def apply(self, state: Any) -> None:
+        super().apply(state)
+        self.stock = [*SHELVES, [random.Random()]]
+
+    def reseed(self, seed: int) -> None:
+        super().reseed(seed)
+        self.stock = [*SHELVES, [random.Random(seed)]]
+
+    def step(self, action: int) -> Step:
+        self.water = min(999, self.water + self.stock[-1][0].randrange(2))
+        return super().step(action)
+
+
+@mutant("forks share a generator behind 25,000 other objects", "streams.unshared")
+class StockShared(LeakBehindStock):
+    """Captured and seeded as it should be; only the children draw from the generator of their source."""
+
+    def capture(self) -> Any:
+        return super().capture(), self.stock[-1][0].getstate()
+
+    def apply(self, state: Any) -> None:
+        super().apply(state[0])
+        self.stock[-1][0].setstate(state[1])
+
+    def fork(self, k: int, *, seed: int | None = None) -> list[Any]:
+        children = super().fork(k, seed=seed)
+        for child in children:
+            child.stock = self.stock
+        return children

@@ -31,16 +31,26 @@ if [ "${1:-}" = --all ]; then
     shift
 fi
 chosen=("$@")
-certify alfworld sandboxgym/ALFWorld-v0 --hook actions=sandboxgym.envs.alfworld.conformance_hooks:actions --html docs/conformance/alfworld.html
-certify webshop sandboxgym/WebShop-v0 --hook actions=sandboxgym.envs.webshop.conformance_hooks:actions --html docs/conformance/webshop.html
+# Control runs take these reset options in turn: seeds alone choose the task of the first, then each way to name one.
+given() {
+    options=(--reset-options '{}')
+    for each in "$@"; do options+=(--reset-options "$each"); done
+}
+given '{"task": 3}' '{"game": 5}'
+certify alfworld sandboxgym/ALFWorld-v0 "${options[@]}" --hook actions=sandboxgym.envs.alfworld.conformance_hooks:actions --html docs/conformance/alfworld.html
+given '{"task": 3}' '{"goal": 5}'
+certify webshop sandboxgym/WebShop-v0 "${options[@]}" --hook actions=sandboxgym.envs.webshop.conformance_hooks:actions --html docs/conformance/webshop.html
 # Where steps are slow, these checks: those that another backend can change. The others see the same code as above.
 only=(api restore.trace_equality restore.after_done restore.after_close freshness.render fork.trace_equality
     isolation.environment durable.round_trip durable.released resources.killed_owner concurrency.partial_fork)
-certify alfworld-textworld sandboxgym/ALFWorld-v0 --make-kwargs engine=textworld --make-kwargs limit=3 "${only[@]/#/--only=}"
+given '{"task": 1}' '{"game": 2}'
+certify alfworld-textworld sandboxgym/ALFWorld-v0 "${options[@]}" --make-kwargs engine=textworld --make-kwargs limit=3 "${only[@]/#/--only=}"
 # A step in the browser takes 65 ms; it shows the pages of the engine that the text environment plays.
-certify webshop-browser sandboxgym/WebShopBrowser-v0 "${only[@]/#/--only=}"
+given '{"task": 3}' '{"goal": 5}'
+certify webshop-browser sandboxgym/WebShopBrowser-v0 "${options[@]}" "${only[@]/#/--only=}"
 probing=sandboxgym.envs.swebench.conformance_hooks
-hooks=(--hook "actions=$probing:actions" --hook "shell=$probing:shell" --hook "limits=$probing:limits")
+given '{"task": 1}' '{"instance_id": 2}'
+hooks=("${options[@]}" --hook "actions=$probing:actions" --hook "shell=$probing:shell" --hook "limits=$probing:limits")
 certify swebench-overlay sandboxgym/SWEBench-v0 --make-kwargs backend=overlay "${hooks[@]}" \
     --html docs/conformance/swebench-overlay.html
 # The same in a namespace of an ordinary user, and by plain copies: what another backend can change.
@@ -53,19 +63,25 @@ certify swebench-docker sandboxgym/SWEBench-v0 --make-kwargs backend=docker --ma
     "${hooks[@]}" "${only[@]/#/--only=}" --only=probes
 # Tasks in Harbor's format: the same episode on other images, with another grading.
 probing=sandboxgym.envs.harbor.conformance_hooks
-hooks=(--hook "actions=$probing:actions" --hook "shell=$probing:shell" --hook "limits=$probing:limits")
+given '{"task": 1}'
+hooks=("${options[@]}" --hook "actions=$probing:actions" --hook "shell=$probing:shell" --hook "limits=$probing:limits")
 certify harbor-overlay sandboxgym/Harbor-v0 --make-kwargs backend=overlay "${hooks[@]}" \
     "${only[@]/#/--only=}" --only=probes
-certify cartpole-deepcopy $copied --make-kwargs id=CartPole-v1
-certify mountaincar-deepcopy $copied --make-kwargs id=MountainCar-v0
-certify pendulum-deepcopy $copied --make-kwargs id=Pendulum-v1
+given '{"low": -0.1, "high": 0.1}'
+certify cartpole-deepcopy $copied "${options[@]}" --make-kwargs id=CartPole-v1
+given '{"low": -0.7, "high": -0.3}'
+certify mountaincar-deepcopy $copied "${options[@]}" --make-kwargs id=MountainCar-v0
+given '{"x_init": 1.0, "y_init": 0.5}'
+certify pendulum-deepcopy $copied "${options[@]}" --make-kwargs id=Pendulum-v1
 certify frozenlake-deepcopy $copied --make-kwargs id=FrozenLake-v1
 certify taxi-deepcopy $copied --make-kwargs id=Taxi-v4
 certify blackjack-deepcopy $copied --make-kwargs id=Blackjack-v1
 certify cliffwalking-deepcopy $copied --make-kwargs id=CliffWalking-v1
 replayed=sandboxgym.conformance.baselines:ReplaySnapshots
-certify cartpole-replay $replayed --make-kwargs id=CartPole-v1
-certify textworld-replay $replayed --make-kwargs id=sandboxgym/ALFWorld-v0 --make-kwargs engine=textworld --make-kwargs limit=3 \
+given '{"low": -0.1, "high": 0.1}'
+certify cartpole-replay $replayed "${options[@]}" --make-kwargs id=CartPole-v1
+given '{"task": 1}' '{"game": 2}'
+certify textworld-replay $replayed "${options[@]}" --make-kwargs id=sandboxgym/ALFWorld-v0 --make-kwargs engine=textworld --make-kwargs limit=3 \
     "${only[@]/#/--only=}"
 PYTHONPATH=conformance certify ale-breakout ale_states:breakout # needs ale-py
 

@@ -3,7 +3,9 @@
 1. The walk follows attributes (instance dictionaries, ``__slots__``), containers, closures, defaults, bound methods and
    partial functions. It calls nothing of the environment's: no property, no ``__getattr__``, no ``__iter__`` but those
    of built-in containers.
-2. It enters no module and no class, goes in the order of distance, and stops after `MOST` objects.
+2. It enters no module and no class, goes in the order of distance, and stops after so many objects, which
+   `Found.whole` says. Where one walk follows another (for draws from other bits) that is `NEAR`; where it decides a
+   verdict, `FAR`.
 3. A generator is identified by its bit generator: two `numpy.random.Generator` over one are one stream. Those of a
    space and the process's global ones are excluded: `scenario.streams` and `process_globals.global_streams` cover
    these.
@@ -16,7 +18,7 @@ import functools
 import random
 import sys
 import types
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +27,12 @@ import numpy as np
 
 from sandboxgym.conformance.harness.canonical import Canonical, canonical
 
-MOST = 20_000
-"""Objects that a walk visits at most."""
-WIDEST = 4_096
-"""Items of one container that it visits at most."""
+NEAR, FAR = 20_000, 500_000
+"""Objects that a walk visits at most; numbers, texts and the like do not count."""
+WIDEST = 500_000
+"""Items of one container that it looks at."""
+_MORE = object()
+"""Stands for the items of a container beyond these."""
 
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, range, slice)
 _LEGACY = np.random.RandomState
@@ -85,25 +89,30 @@ class Stream:
             self.source.state = state
 
 
-def find(env: Any, only: Collection[str] | None = None) -> dict[str, Stream]:
+class Found(dict[str, Stream]):
+    """Generators by path."""
+
+    whole = True
+    """False if objects were left at which the walk did not look."""
+
+
+def find(env: Any, only: Collection[str] | None = None, *, most: int = NEAR) -> Found:
     """Find the generators that an environment leads to, by path; one with several paths is under the nearest.
 
     Args:
         env: start of the walk.
-        only: end the walk when there is one under each of these paths.
+        only: end the walk when there is one under each of these paths; ``most`` is then `FAR`.
+        most: objects after which the walk ends.
     """
-    found: dict[str, Stream] = {}
+    found = Found()
     known = _global()
-    seen: set[int] = set()
-    keep: list[Any] = []  # so that no id is used twice
+    seen = {id(env)}
+    keep: list[Any] = [env]  # so that no id is used twice
     queue: collections.deque[tuple[str, Any]] = collections.deque([(type(env).__name__, env)])
     missing = None if only is None else set(only)
-    while queue and len(seen) < MOST and (missing is None or missing):
+    most = most if only is None else FAR
+    while queue and (missing is None or missing):
         path, value = queue.popleft()
-        if isinstance(value, _ATOMS) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        keep.append(value)
         stream = _stream(path, value)
         if stream is not None:
             if id(stream.source) not in known:
@@ -115,7 +124,15 @@ def find(env: Any, only: Collection[str] | None = None) -> dict[str, Stream]:
                 if missing is not None:
                     missing.discard(path)
             continue
-        queue.extend(_inside(path, value))
+        for place, item in _inside(path, value):
+            if isinstance(item, _ATOMS) or id(item) in seen:
+                continue
+            if item is _MORE or len(seen) >= most:
+                found.whole = False
+                break
+            seen.add(id(item))
+            keep.append(item)
+            queue.append((place, item))
     return found
 
 
@@ -131,10 +148,11 @@ def _stream(path: str, value: Any) -> Stream | None:
             value.getstate()  # SystemRandom has none
             return Stream(path, "python", value)
         if (torch := sys.modules.get("torch")) is not None and isinstance(value, torch.Generator):
-            return Stream(path, "torch", value) if value.device.type == "cpu" else None
+            value.get_state()  # that of some devices cannot be read
+            return Stream(path, "torch", value)
         if (jax := sys.modules.get("jax")) is not None and isinstance(value, jax.Array):
             return Stream(path, "jax", value) if _is_key(jax, path, value) else None
-    except (AttributeError, NotImplementedError, TypeError):
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
         return None
     return None
 
@@ -162,6 +180,8 @@ def _global() -> set[int]:
     known = {id(random._inst), id(legacy._rand._bit_generator)}  # type: ignore[attr-defined]
     if (torch := sys.modules.get("torch")) is not None:
         known.add(id(torch.default_generator))
+        for device in (torch.cuda, torch.xpu):
+            known.update(map(id, device.default_generators))
     return known
 
 
@@ -171,25 +191,16 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, gym.Space):
         return
     if isinstance(value, dict):
-        for number, (key, item) in enumerate(dict.items(value)):
-            if number >= WIDEST:
-                break
-            yield f"{path}[{_named(key)}]", item
+        yield from _items(path, dict.items(value), _named)
     elif isinstance(value, (list, tuple, collections.deque)):
         base: Any = next(each for each in (list, tuple, collections.deque) if isinstance(value, each))
-        for number, item in enumerate(base.__iter__(value)):
-            if number >= WIDEST:
-                break
-            yield f"{path}[{number}]", item
+        yield from _items(path, enumerate(base.__iter__(value)))
     elif isinstance(value, (set, frozenset)):
         whole: Any = set if isinstance(value, set) else frozenset
-        for number, item in enumerate(whole.__iter__(value)):
-            if number >= WIDEST:
-                break
-            yield f"{path}{{}}", item
+        yield from _items(path, ((None, item) for item in whole.__iter__(value)))
     elif isinstance(value, np.ndarray):
         if value.dtype.hasobject and value.dtype.kind == "O":
-            yield from ((f"{path}[{number}]", item) for number, item in enumerate(value.ravel()[:WIDEST].tolist()))
+            yield from _items(path, enumerate(value.flat))
         return
     elif kind is types.FunctionType:
         for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
@@ -215,6 +226,16 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
             yield f"{path}.<{name}>", item
         return
     yield from _attributes(path, value, kind)
+
+
+def _items(path: str, items: Iterable[tuple[Any, Any]], named: Callable[[Any], str] = str) -> Iterator[tuple[str, Any]]:
+    """Items of a container with paths; those of a set have no key."""
+    for number, (key, item) in enumerate(items):
+        if number >= WIDEST:
+            yield path, _MORE
+            return
+        if not isinstance(item, _ATOMS):  # before the path is written: there may be many numbers
+            yield f"{path}{{}}" if key is None else f"{path}[{named(key)}]", item
 
 
 def _attributes(path: str, value: Any, kind: type[Any]) -> Iterator[tuple[str, Any]]:

@@ -110,11 +110,51 @@ def test_bits_can_be_replaced_and_compared(make):
     assert one.bits() == other.bits()
 
 
-def test_a_walk_is_bounded():
-    chain: Any = []
-    for _ in range(100_000):
+def test_a_walk_is_bounded_and_says_whether_it_saw_everything():
+    chain: Any = [random.Random(1)]
+    for _ in range(generators.NEAR):
         chain = [chain]
-    assert generators.find(SimpleNamespace(chain=chain, wide=list(range(10**6)))) == {}
+    holder = SimpleNamespace(chain=chain, wide=list(range(10**6)))
+    found = generators.find(holder)
+    assert found == {} and not found.whole
+    holder.wide = [[] for _ in range(50)] * 1000  # 50 objects
+    for only, most in ((None, generators.FAR), (["SimpleNamespace.chain" + "[0]" * (generators.NEAR + 1)], 1)):
+        found = generators.find(holder, only, most=most)
+        assert len(found) == 1 and found.whole
+
+
+def test_a_generator_is_found_behind_many_objects():
+    holder = SimpleNamespace(rows=[{"name": str(number), "tags": []} for number in range(30_000)])
+    holder.rows.append({"draws": np.random.default_rng(1)})
+    assert not generators.find(holder)
+    assert list(generators.find(holder, most=generators.FAR)) == ["SimpleNamespace.rows[30000]['draws']"]
+
+
+def test_a_generator_of_another_device_is_found():
+    torch = pytest.importorskip("torch")
+
+    class OnCard(torch.Generator):  # type: ignore[misc, name-defined]
+        device = property(lambda self: torch.device("cuda", 0))
+
+    (stream,) = generators.find(SimpleNamespace(noise=OnCard())).values()
+    before = stream.bits()
+    stream.renew(3)
+    assert stream.kind == "torch" and stream.bits() != before
+
+
+def test_what_a_walk_did_not_reach_is_no_pass(monkeypatch):
+    class Furnished(faulty.Foreign):
+        def __init__(self, **arguments: Any) -> None:
+            super().__init__(**arguments)
+            self.furniture = [[number] for number in range(100)]
+
+    def examined() -> Any:
+        return run(Subject(Furnished), only=["streams.exact"], budget=SMALL)["streams.exact"]
+
+    assert examined().verdict == "PASS"
+    monkeypatch.setattr(generators, "FAR", 60)
+    found = examined()
+    assert found.verdict == "INCONCLUSIVE" and "more than 60 objects" in found.message, found
 
 
 def test_an_environment_without_a_generator_is_skipped_and_not_passed():
