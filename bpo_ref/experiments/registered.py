@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import resource
 import shlex
 import signal
 import subprocess
@@ -78,16 +79,6 @@ METHODS: Mapping[str, Method] = {
     "bpo-lookahead": _tree("--algo bpo --lookahead True"),
 }
 
-COMPARISONS: Sequence[tuple[str, str]] = (
-    ("rloo-pooled", "grpo"),
-    ("bpo", "grpo"),
-    ("bpo", "rloo-pooled"),
-    ("bpo", "bpo-paper"),
-    ("rloo-pooled-lookahead", "rloo-pooled"),
-    ("bpo-lookahead", "bpo"),
-)
-"""First minus second; tested, with Holm's correction for their number. All others are described only."""
-
 
 @dataclass(frozen=True)
 class Domain:
@@ -96,20 +87,27 @@ class Domain:
     Attributes:
         config: packaged configuration that all runs share.
         metric: what an evaluation counts: ``success`` or ``reward``.
-        words: arguments of all runs.
+        start: arguments of the supervised starts.
+        words: arguments of all other runs.
         tuning: arguments of tuning runs: their budget and an evaluation set of their own.
         final: arguments of the runs that count.
         tuning_starts: seeds of the supervised starts for tuning, which serve for nothing else.
         starts: seeds of the supervised starts that count.
+        methods: names out of `METHODS`.
+        comparisons: first minus second; tested, with Holm's correction for their number. All others are described
+            only.
     """
 
     config: str
     metric: Metric
+    start: str
     words: str
     tuning: str
     final: str
     tuning_starts: Sequence[int]
     starts: Sequence[int]
+    methods: Sequence[str]
+    comparisons: Sequence[tuple[str, str]]
 
 
 _SHARED = "--match tokens --lr-decay constant --updates 60 --warmup 3 --save-every 10 --trackers"  # no tracker
@@ -118,11 +116,35 @@ DOMAINS: Mapping[str, Domain] = {
     "alfworld": Domain(
         config="alfworld-tiny",
         metric="success",
+        start="",
         words=f"{_SHARED} --eval-episodes 128",
         tuning="--budget 60000 --eval-every 15 --eval-kwargs games=embedded:seen",
         final="--budget 120000 --eval-every 6",
         tuning_starts=range(100, 103),
         starts=range(200, 212),
+        methods=tuple(METHODS),
+        comparisons=(
+            ("rloo-pooled", "grpo"),
+            ("bpo", "grpo"),
+            ("bpo", "rloo-pooled"),
+            ("bpo", "bpo-paper"),
+            ("rloo-pooled-lookahead", "rloo-pooled"),
+            ("bpo-lookahead", "bpo"),
+        ),
+    ),
+    # Evaluated on goals of products that neither supervised starts nor runs have seen. A purchase's value is in
+    # the state's key: without it neither trees nor the baseline were shown to pay (details/variance-webshop-choice.md).
+    "webshop": Domain(
+        config="webshop-choice",
+        metric="reward",
+        start="--sft-steps 200",
+        words=f"{_SHARED} --eval-episodes 128 --env-kwargs split=product-train progress=worth",
+        tuning="--budget 6000 --eval-every 15 --eval-kwargs split=product-eval",
+        final="--budget 12000 --eval-every 6 --eval-kwargs split=product-test",
+        tuning_starts=range(300, 303),
+        starts=range(400, 408),
+        methods=("grpo", "rloo-pooled", "ppo", "bpo", "bpo-lookahead"),
+        comparisons=(("bpo", "grpo"), ("bpo", "rloo-pooled"), ("bpo", "ppo"), ("bpo-lookahead", "bpo")),
     ),
 }
 
@@ -192,7 +214,7 @@ def tuning_labels(method: str, found: Mapping[tuple[str, int], float], seeds: Se
 def chosen(data: Path, domain: str) -> dict[str, str]:
     """The setting that tuning chose for each method; methods whose tuning is not finished are left out."""
     found, seeds = areas(data, domain, "tuning"), DOMAINS[domain].tuning_starts
-    choices = {method: best(found, tuning_labels(method, found, seeds), seeds) for method in METHODS}
+    choices = {method: best(found, tuning_labels(method, found, seeds), seeds) for method in DOMAINS[domain].methods}
     return {method: label for method, label in choices.items() if label is not None}
 
 
@@ -214,7 +236,7 @@ def queue(domain: str, out: Path, data: Path) -> Iterator[tuple[str, str, int, l
         wanted = [
             ("tuning", label, seed)
             for seed in design.tuning_starts
-            for method in METHODS
+            for method in design.methods
             for label in tuning_labels(method, found, design.tuning_starts)
             if (label, seed) not in found
         ]
@@ -223,7 +245,7 @@ def queue(domain: str, out: Path, data: Path) -> Iterator[tuple[str, str, int, l
             wanted = [
                 ("final", choices[method], seed)
                 for seed in design.starts
-                for method in METHODS
+                for method in design.methods
                 if (choices[method], seed) not in done
             ]
         if not wanted:
@@ -235,7 +257,7 @@ def queue(domain: str, out: Path, data: Path) -> Iterator[tuple[str, str, int, l
             extra=[],
         )  # fmt: skip
         for command in starts:
-            yield "start", "sft", seed, [*command, "--eval-untrained", "False", "--trackers"]
+            yield "start", "sft", seed, [*command, *design.start.split(), "--eval-untrained", "False", "--trackers"]
         folder = out / stage / f"{label}-seed{seed}"
         again = ["true", "--out", str(folder)]  # finished, but its results were not yet written down
         yield stage, label, seed, [*(runs[0] if runs else again), *extra]
@@ -252,8 +274,19 @@ def record(stage: str, label: str, seed: int, folder: Path) -> dict[str, Any]:
         "seed": seed,
         "commit": commit(),
         "counters": results["counters"],
+        "processor_seconds": round(processor_seconds(folder), 3),
         "scores": [{name: score[name] for name in kept if name in score} for score in scores],
     }
+
+
+_SPENT = "processor-seconds.txt"
+"""File of a run: the processor time of every process that worked on it, a line each."""
+
+
+def processor_seconds(folder: Path) -> float:
+    """Processor time of a run, that of its interrupted beginnings included; 0 if it was not measured."""
+    file = folder / _SPENT
+    return sum(map(float, file.read_text().split())) if file.exists() else 0.0
 
 
 def commit() -> str:
@@ -282,6 +315,9 @@ def run(domain: str, out: Path, data: Path, *, hours: float, dry_run: bool = Fal
         folder = folder_of(command)
         with (out / f"{domain}.log").open("a") as log:
             status = stop.run(command, log)
+        if folder.exists():
+            with (folder / _SPENT).open("a") as file:
+                file.write(f"{stop.processor_seconds}\n")
         if stop.asked:
             raise KeyboardInterrupt
         if status or not (folder / "results.json").exists():
@@ -296,6 +332,8 @@ class _Stop:
 
     def __init__(self) -> None:
         self.asked = False
+        self.processor_seconds = 0.0
+        """Of the last command and its children."""
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
@@ -307,12 +345,19 @@ class _Stop:
 
     def run(self, command: Sequence[str], log: IO[str]) -> int:
         """Run a command to its end; returns its status."""
+        before = _children_seconds()
         self._process = process = subprocess.Popen(command, stdout=log, stderr=log)
         if self.asked:  # while it was started
             process.terminate()
         status = process.wait()
+        self.processor_seconds = _children_seconds() - before
         self._process = None
         return status
+
+
+def _children_seconds() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 # What it says.
@@ -346,10 +391,10 @@ def counts(data: Path, domain: str) -> str:
     """Counts of the study's runs that are there."""
     design = DOMAINS[domain]
     found = {stage: len(areas(data, domain, stage)) for stage in ("tuning", "final")}
-    wanted = len(METHODS) * len(design.starts)
+    wanted = len(design.methods) * len(design.starts)
     tuned = len(chosen(data, domain))
     return (
-        f"{domain}: {found['tuning']} tuning runs, {tuned} of {len(METHODS)} methods tuned; "
+        f"{domain}: {found['tuning']} tuning runs, {tuned} of {len(design.methods)} methods tuned; "
         f"{found['final']} of {wanted} runs that count"
     )
 
@@ -357,10 +402,10 @@ def counts(data: Path, domain: str) -> str:
 def by_start(data: Path, domain: str) -> dict[str, NDArray[np.float64]]:
     """Areas of the chosen settings, [starts], by method; empty while runs are missing."""
     found, choices = areas(data, domain, "final"), chosen(data, domain)
-    starts = DOMAINS[domain].starts
-    if len(choices) < len(METHODS) or any((choices[m], seed) not in found for m in METHODS for seed in starts):
+    starts, methods = DOMAINS[domain].starts, DOMAINS[domain].methods
+    if len(choices) < len(methods) or any((choices[m], seed) not in found for m in methods for seed in starts):
         return {}
-    return {method: np.array([found[choices[method], seed] for seed in starts]) for method in METHODS}
+    return {method: np.array([found[choices[method], seed] for seed in starts]) for method in methods}
 
 
 TABLES = ("areas", "comparisons", "ends")
@@ -374,7 +419,11 @@ def table(data: Path, domain: str, kind: str) -> str:
         return f"{counts(data, domain)}. Nothing is tested before all of them are there."
     if kind == "ends":
         return ends_table(data, domain)
-    return comparisons_table(found) if kind == "comparisons" else areas_table(found, chosen(data, domain))
+    return (
+        comparisons_table(found, DOMAINS[domain].comparisons)
+        if kind == "comparisons"
+        else areas_table(found, chosen(data, domain))
+    )
 
 
 def areas_table(found: Mapping[str, NDArray[np.float64]], choices: Mapping[str, str]) -> str:
@@ -384,14 +433,14 @@ def areas_table(found: Mapping[str, NDArray[np.float64]], choices: Mapping[str, 
     return "\n".join(lines)
 
 
-def comparisons_table(found: Mapping[str, NDArray[np.float64]]) -> str:
+def comparisons_table(found: Mapping[str, NDArray[np.float64]], comparisons: Sequence[tuple[str, str]]) -> str:
     """The registered comparisons with their intervals and exact p-values."""
     lines = ["| comparison | difference [95 % interval] | p, exact | p, corrected |", "|---|---|---|---|"]
-    differences = [found[first] - found[second] for first, second in COMPARISONS]
+    differences = [found[first] - found[second] for first, second in comparisons]
     values = [p_value(each) for each in differences]
     by_name = holm({str(index): value for index, value in enumerate(values)})
     adjusted = [by_name[str(index)] for index in range(len(values))]
-    for (first, second), each, p, corrected in zip(COMPARISONS, differences, values, adjusted):
+    for (first, second), each, p, corrected in zip(comparisons, differences, values, adjusted):
         low, high = interval(each)
         lines.append(
             f"| {first} - {second} | {each.mean():+.3f} [{low:+.3f}, {high:+.3f}] | {p:.4f} | {corrected:.4f} |"
@@ -425,7 +474,7 @@ def draw(data: Path, domain: str, picture: Path) -> bool:
     choices = chosen(data, domain)
     runs = finished(data, domain, "final")
     curves = {method: [run["scores"] for run in runs if run["setting"] == label] for method, label in choices.items()}
-    differences = {f"{first} - {second}": found[first] - found[second] for first, second in COMPARISONS}
+    differences = {f"{first} - {second}": found[first] - found[second] for first, second in DOMAINS[domain].comparisons}
     intervals = {name: interval(each) for name, each in differences.items()}
     study_figure(curves, differences, intervals, picture, metric=DOMAINS[domain].metric)
     return True

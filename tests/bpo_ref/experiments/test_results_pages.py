@@ -48,7 +48,8 @@ def test_every_table_and_picture_of_runs_has_its_raw_scores() -> None:
     results = DOCS / "results"
     made = {path.name.removesuffix("-table.md") for path in results.glob("*-table.md")}
     made |= {path.stem for path in results.glob("*.png")}
-    studied = {f"study-{domain}" for domain in registered.DOMAINS}
+    ended = [domain for domain in registered.DOMAINS if registered.by_start(DOCS / pages.STUDY, domain)]
+    studied = {f"study-{domain}" for domain in ended}
     assert made == {data.parent.name for data in COMMITTED} | studied
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from scipy.stats import permutation_test
 from bpo_ref.args import command_line
 from bpo_ref.experiments import pages, registered
 from bpo_ref.experiments.registered import (
-    COMPARISONS,
     DOMAINS,
     METHODS,
     Domain,
@@ -36,14 +36,23 @@ from bpo_ref.experiments.registered import (
     words_of,
 )
 
-DOMAIN = Domain("alfworld-tiny", "success", "", "--budget 1", "--budget 2", (100, 101), (200, 201, 202))
+DOMAIN = Domain(
+    config="alfworld-tiny",
+    metric="success",
+    start="--sft-steps 7",
+    words="",
+    tuning="--budget 1",
+    final="--budget 2",
+    tuning_starts=(100, 101),
+    starts=(200, 201, 202),
+    methods=("grpo", "bpo"),
+    comparisons=[("bpo", "grpo")],
+)
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registered, "DOMAINS", {"alfworld": DOMAIN})
-    monkeypatch.setattr(registered, "METHODS", {name: METHODS[name] for name in ("grpo", "bpo")})
-    monkeypatch.setattr(registered, "COMPARISONS", [("bpo", "grpo")])
 
 
 def write(data: Path, stage: str, label: str, seed: int, area: float) -> None:
@@ -57,7 +66,8 @@ def write(data: Path, stage: str, label: str, seed: int, area: float) -> None:
 def played(out: Path, data: Path, area: dict[str, float], most: int = 10_000) -> list[tuple[str, str, int]]:
     """Work through the queue with invented results; returns what was run."""
     done = []
-    for (stage, label, seed, _), _ in zip(queue("alfworld", out, data), range(most)):
+    for (stage, label, seed, command), _ in zip(queue("alfworld", out, data), range(most)):
+        assert ("--sft-steps 7" if stage == "start" else "--sft-steps 0") in " ".join(command)
         done.append((stage, label, seed))
         if stage == "start":
             folder = out / ("tuning" if seed in DOMAIN.tuning_starts else "final") / f"start-seed{seed}"
@@ -72,24 +82,25 @@ def played(out: Path, data: Path, area: dict[str, float], most: int = 10_000) ->
 @pytest.mark.parametrize("size", [0, 1, 2])
 def test_every_setting_of_every_method_is_accepted_by_the_trainer(method: str, size: int, tmp_path: Path) -> None:
     name = list(METHODS[method].sizes)[size]
-    design = DOMAINS["alfworld"]
-    words = [
-        *words_of(method, name, 3e-4).split(),
-        *design.words.split(),
-        *design.final.split(),
-        "--out",
-        str(tmp_path),
-    ]
-    args = command_line(["--config", design.config, *words])
-    assert args.lr == 3e-4 and args.lr_decay == "constant" and not args.trackers and args.budget == 120_000
+    for design in DOMAINS.values():
+        words = [
+            *words_of(method, name, 3e-4).split(),
+            *design.words.split(),
+            *design.final.split(),
+            "--out",
+            str(tmp_path),
+        ]
+        args = command_line(["--config", design.config, *words])
+        assert args.lr == 3e-4 and args.lr_decay == "constant" and not args.trackers and args.budget
 
 
 def test_names_of_settings_say_what_they_are() -> None:
     for method, rate in (("bpo-lookahead", 1e-4), ("grpo", 3e-4), ("ppo", 3e-5), ("ppo", 10e-4)):
         size = list(METHODS[method].sizes)[1]
         assert parsed(label_of(method, size, rate)) == (method, size, rate)
-    assert {name for pair in COMPARISONS for name in pair} <= set(METHODS)
-    assert not set(DOMAINS["alfworld"].tuning_starts) & set(DOMAINS["alfworld"].starts)
+    for design in DOMAINS.values():
+        assert {name for pair in design.comparisons for name in pair} <= set(design.methods) <= set(METHODS)
+        assert not set(design.tuning_starts) & set(design.starts)
 
 
 def test_tuning_looks_at_rates_then_beyond_the_grid_then_at_group_sizes() -> None:
@@ -137,7 +148,8 @@ def test_an_interrupted_queue_goes_on_where_it_was(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("small")
 def test_every_comparison_has_its_own_p_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registered, "COMPARISONS", [("grpo", "grpo"), ("bpo", "grpo")])  # the second is significant
+    comparisons = [("grpo", "grpo"), ("bpo", "grpo")]  # the second is significant
+    monkeypatch.setattr(registered, "DOMAINS", {"alfworld": replace(DOMAIN, comparisons=comparisons)})
     out, data = tmp_path / "out", tmp_path / "data"
     played(out, data, {"bpo.g4.lr3e-4": 0.6})
     rows = [line for line in table(data, "alfworld", "comparisons").splitlines() if " - " in line]
@@ -203,10 +215,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from bpo_ref.experiments import registered, sweep
-from bpo_ref.experiments.registered import METHODS, Domain
+from bpo_ref.experiments.registered import Domain
 sweep.TRAIN = Path({script!r})
-registered.DOMAINS = {{"alfworld": Domain("alfworld-tiny", "success", "", "", "", (100,), (200,))}}
-registered.METHODS = {{"grpo": METHODS["grpo"]}}
+registered.DOMAINS = {{"alfworld": Domain("alfworld-tiny", "success", "", "", "", "", (100,), (200,), ("grpo",), ())}}
 registered.main(["run", "alfworld", "--out", {out!r}, "--data", {data!r}])
 """
 FAKE = """
@@ -242,6 +253,8 @@ def test_a_stopped_study_ends_its_run_and_is_continued_by_the_same_command(tmp_p
     script.write_text(FAKE.format(seconds=0))
     subprocess.run(program, check=True, capture_output=True, timeout=120)
     assert len(areas(data, "alfworld", "tuning")) == 6 and len(areas(data, "alfworld", "final")) == 1
+    runs = [run for stage in ("tuning", "final") for run in registered.finished(data, "alfworld", stage)]
+    assert all(0 < run["processor_seconds"] < 60 for run in runs)
 
 
 def command_of(pid: str) -> str:
