@@ -49,6 +49,13 @@ def test_a_row_without_enough_measurements_says_why(name: str, reason: str) -> N
     assert measured(name, options=Options(image="debian")).reason == reason
 
 
+def test_temporary_files_of_a_killed_row_are_removed() -> None:
+    reason = measured("littering").reason
+    assert reason is not None and reason.startswith("ended with 7: ")
+    folder = Path(reason.removeprefix("ended with 7: "))
+    assert folder.is_absolute() and not folder.exists() and not folder.parent.exists()
+
+
 def test_a_row_that_hangs_ends_with_its_time_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -157,8 +164,8 @@ def test_all_rows_together_keep_to_the_time(
 
     monkeypatch.setattr(run, "measure", slow)
     monkeypatch.setattr(run.time, "monotonic", lambda: clock[0])
-    assert run.main(["--minutes", "4"]) == 0
-    assert len(given) == 6 and given[0] == 20.0 and min(given) > 5 and sum(given) + 6 * 30 <= 4 * 60.01
+    assert run.main(["--minutes", "5"]) == 0
+    assert len(given) == 7 and given[0] == 20.0 and min(given) > 5 and sum(given) + 7 * 30 <= 5 * 60.01
 
 
 def test_noise_alone_is_seldom_told_as_a_change() -> None:

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,13 @@ def dying(options: Options) -> Iterator[Pair]:
     os._exit(7)
 
 
+def littering(options: Options) -> Iterator[Pair]:
+    """End at once, as if killed, with a temporary folder that nobody removes."""
+    yield 1.0, 2.0
+    print(tempfile.mkdtemp(), file=sys.stderr, flush=True)
+    os._exit(7)
+
+
 def hanging(options: Options) -> Iterator[Pair]:
     """Leave a process behind and a file that only a `finally` clause removes."""
     assert options.games
@@ -59,5 +67,5 @@ def hanging(options: Options) -> Iterator[Pair]:
 
 ROWS = tuple(
     Row(f"test.{each.__name__}", each.__name__, "nothing", each)
-    for each in (steady, few, missing, failing, dying, hanging)
+    for each in (steady, few, missing, failing, dying, littering, hanging)
 )

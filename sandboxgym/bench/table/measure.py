@@ -111,23 +111,24 @@ def measure(source: str, row: Row, options: Options, seconds: float) -> Measured
 
 @contextlib.contextmanager
 def _group(command: Sequence[str], errors: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a process in a group of its own, which is asked to end, and then killed."""
-    environment = {**interpreter.environment(), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, process_group=0
-    )
-    try:
-        yield process
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGINT)  # for its `finally` clauses: containers, folders
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(20)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        assert process.stdout is not None
-        process.stdout.close()
+    """Start a process in a group of its own, which is asked to end, and then killed; its temporary files go with it."""
+    with tempfile.TemporaryDirectory(prefix="sandboxgym-bench-", ignore_cleanup_errors=True) as folder:
+        environment = {**interpreter.environment(), "OMP_NUM_THREADS": "1", "TMPDIR": folder}
+        process = subprocess.Popen(
+            command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=errors, process_group=0
+        )
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGINT)  # for its `finally` clauses: containers, folders
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(20)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
 
 
 def _lines(pipe: Any) -> queue.Queue[bytes | None]:

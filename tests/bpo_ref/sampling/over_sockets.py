@@ -5,10 +5,9 @@ PYTHON over_sockets.py serve FOLDER ...    # with vLLM's Python: its server, all
 
 from __future__ import annotations
 
-import os
 import socket
 import sys
-import tempfile
+import uuid
 from typing import Any
 
 import torch
@@ -32,10 +31,10 @@ class SocketGroup:
     @classmethod
     def unique_id(cls) -> bytes:
         listening = socket.socket(socket.AF_UNIX)
-        path = os.path.join(tempfile.mkdtemp(), "group")
-        listening.bind(path)
+        name = b"\0sandboxgym-" + uuid.uuid4().hex.encode()  # abstract: no file, which a killed server would leave
+        listening.bind(name)
         listening.listen()
-        unique = path.encode().ljust(BYTES, b"\0")
+        unique = name.ljust(BYTES, b"\0")
         cls.waiting[unique] = listening
         return unique
 
@@ -59,7 +58,7 @@ class Receiver:
     def __init__(self, unique: bytes, rank: int, world_size: int, device: Any) -> None:
         assert 1 <= rank < world_size
         self.socket = socket.socket(socket.AF_UNIX)
-        self.socket.connect(unique.rstrip(b"\0").decode())
+        self.socket.connect(unique.rstrip(b"\0"))
 
     def broadcast(self, tensor: torch.Tensor, src: int, stream: Any) -> None:
         assert src == 0
