@@ -2,7 +2,8 @@
 
 1. Request line and headers have to be complete `Patience.headers` seconds after the connection was made, or after the
    first byte of a later request. The body may keep the server waiting for `Patience.body` seconds in all, and longer
-   only if it is large. A client that takes longer is told so by status 408, and its connection is closed.
+   only if it is large. A client that takes longer is told so by status 408, one that closes its half of the
+   connection in the middle of a request by status 400; the connection is then closed.
 2. A client that takes nothing of an answer for `Patience.answer` seconds is cut off, even if little is left of it. One
    that takes some is not, however slow it is.
 3. Beyond `Patience.connections`, a new one is answered by status 503 and closed.
@@ -195,6 +196,8 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
         _headers: asyncio.TimerHandle | None = None
         _answer: asyncio.TimerHandle | None = None
         _unsent = 0
+        _begun = False
+        """Some bytes of a request have come, and not all of its headers."""
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
@@ -209,12 +212,22 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
                 return
             if self._headers is None and not self._answering():
                 self._expect_headers()
+            self._begun = self._begun or not self._answering()
             super().data_received(data)
+            self._begun = self._begun and not self._answering() and not self._handed_over()
             if self._answering() or self._handed_over():
                 _cancel(self._headers)
                 self._headers = None
                 if self._answer is None:
                     self._watch()
+
+        def eof_received(self) -> None:
+            if not (self.transport.is_closing() or self._handed_over()):
+                if self._answering() and self.cycle.more_body and not self.cycle.response_started:
+                    self._say(400, "the request ended before its body did")  # `_TimedBodies` logs it
+                elif self._begun:
+                    self._refuse(400, "the request ended before its headers did")
+            super().eof_received()
 
         def connection_lost(self, exc: Exception | None) -> None:
             _cancel(self._headers)
@@ -259,6 +272,9 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
 
         def _refuse(self, status: int, said: str) -> None:
             tell(self.client, f"status {status}", said)
+            self._say(status, said)
+
+        def _say(self, status: int, said: str) -> None:
             content = refusal(status, said)
             head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
             head += f"content-length: {len(content)}\r\nconnection: close\r\n\r\n"

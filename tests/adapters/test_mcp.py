@@ -530,13 +530,17 @@ def half_closed(url: str) -> None:
         head = f"{method} {urlsplit(url).path} HTTP/1.1\r\nHost: {urlsplit(url).netloc}\r\n{accepts}"
         one.sendall(f"{head}Content-Length: {length}\r\n\r\n".encode() + sent)
         one.shutdown(socket.SHUT_WR)
-        open_ones.append(one)
-    for one in open_ones:
+        open_ones.append((one, length > len(sent)))
+    for one, cut in open_ones:
         one.settimeout(60)
+        said = b""
         with contextlib.suppress(ConnectionError):
-            while one.recv(65536):  # until the other end has closed it, too
-                pass
+            while some := one.recv(65536):  # until the other end has closed it, too
+                said += some
         one.close()
+        if cut:
+            head, _, content = said.partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ") and json.loads(content)["error"]["data"] == {"status": 400}, said
 
 
 @pytest.mark.parametrize(

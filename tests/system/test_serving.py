@@ -186,13 +186,29 @@ def test_a_client_that_leaves_in_the_middle_of_a_request_is_a_line_in_the_log(
     with served(App()) as port:
         with client(port, POST % b"here" + b"x" * 7) as connection:
             connection.shutdown(how)
-            with contextlib.suppress(ConnectionError):
-                assert connection.recv(1) == b""
+            if how == socket.SHUT_WR:
+                status, content = answer(connection)
+                assert (status, json.loads(content)["code"]) == (400, 400) and b"ended before its body did" in content
         assert asked(port, POST % b"here" + b"x" * 10) == (200, b"10")
     assert [record.getMessage() for record in caplog.records] == [
         "refused 127.0.0.1: cut off: 'it left after 7 bytes of a request'"
     ]
     assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("sent", [b"G", b"GET / HTTP/1.1\r\nHost: a\r\n", POST % b"endless" + b"x"])
+def test_a_request_that_is_half_closed_before_its_end_is_answered_by_400(sent: bytes) -> None:
+    with served(App()) as port:
+        with client(port, b"GET / HTTP/1.1\r\nHost: a\r\n\r\n") as connection:  # also a later one
+            assert connection.recv(4096).startswith(b"HTTP/1.1 200")
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+            status, content = answer(connection)
+            assert status == 400 and json.loads(content)["message"].startswith("the request ended before its ")
+        with client(port) as silent:
+            silent.shutdown(socket.SHUT_WR)
+            assert silent.recv(1) == b""
+        assert asked(port, POST % b"" + b"x" * 10) == (200, b"10")
 
 
 def test_requests_that_are_under_way_when_a_server_ends_are_no_errors(capfd: pytest.CaptureFixture[str]) -> None:
