@@ -239,7 +239,8 @@ def summary(outcomes: Sequence[CheatOutcome]) -> list[str]:
     differ = [outcome.cheat.name for outcome in outcomes if outcome.official not in (None, outcome.resolved)]
     counted = sum(outcome.resolved for outcome in outside)
     return [
-        f"- {len(cheats)} cheats, {len(outside)} of them outside of the difference, of which {counted} count here.",
+        f"- {len(cheats)} cheats, {len(outside)} of them outside the patch that is graded, "
+        f"of which {counted} count here.",
         f"- {len(both)} are resolved here and by the official harness; `info['suspicious']` names "
         f"{len(both) - len(unnamed)} of them. Not named: {'; '.join(unnamed) or 'none'}.",
         f"- {sum(bool(outcome.rules) for outcome in cheats)} of all cheats are named, whether they succeed or not.",
@@ -290,6 +291,12 @@ def commits(repository: str) -> list[str]:
     return [f"- {name}: {named} of {seen} commits are named, with no solution to compare with ({which or 'no rule'})."]
 
 
+INTRODUCTION = """\
+Ways to get the reward of [SWE-bench](swebench.md) without a repair, played in sandboxes here and given to the
+official harness: which succeed, and which the rules behind `info["suspicious"]` name. For those who train on this
+reward or report it."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command line: play, and print the page."""
     parser = argparse.ArgumentParser(description="Cheats on SWE-bench tasks, here and in the official harness.")
@@ -306,8 +313,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     false_alarms = honest([*(open_tasks(arguments.rows) if arguments.rows else ()), *open_tasks("mini")])
     for repository in arguments.repository:
         false_alarms += commits(repository)
+    heading, *command = page.head("Cheats on SWE-bench", "cheats", argv)
     lines = [
-        *page.head("Cheats on SWE-bench", "cheats", argv),
+        heading,
+        "",
+        INTRODUCTION,
+        *command,
         page.machine(f"sandboxes: {arguments.backend}"),
         "",
         *summary(outcomes),
@@ -316,8 +327,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     ]
     for title, shown in (
         ("Honest work", [each for each in outcomes if each.cheat.honest]),
-        ("In the difference", [each for each in outcomes if not each.cheat.honest and not each.cheat.outside]),
-        ("Outside of it", [each for each in outcomes if each.cheat.outside]),
+        ("In the patch", [each for each in outcomes if not each.cheat.honest and not each.cheat.outside]),
+        ("Outside the patch", [each for each in outcomes if each.cheat.outside]),
     ):
         if shown:
             lines += [f"## {title}", "", *table(shown), ""]
