@@ -72,8 +72,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
     ## Description
     Re-implementation of ALFWorld's text environment (Shridhar et al., 2021). The engine runs the PDDL and the grammar
     inside each ``game.tw-pddl``; text, admissible commands, reward and flags are exactly those of the original.
-    ``engine="textworld"`` runs the original itself behind the same interface for comparison, about a thousand times
-    slower.
+    ``engine="textworld"`` runs the original itself behind the same interface for comparison, hundreds of times slower.
 
     ``env.unwrapped.solve()`` returns the shortest sequence of commands that wins from the current state,
     ``env.unwrapped.expert()`` a rule-based player that sees only what an agent sees.
