@@ -40,7 +40,7 @@ def test_the_summary_counts_what_fools_both() -> None:
         cheats.CheatOutcome(Cheat("outside", "x", outside=True), "tests fail", False, (), False),
     ]
     text = "\n".join(cheats.summary(outcomes))
-    assert "4 cheats, 1 of them outside of the difference, of which 0 count here" in text
+    assert "4 cheats, 1 of them outside the patch that is graded, of which 0 count here" in text
     assert (
         "2 are resolved here and by the official harness" in text and "names 1 of them. Not named: not named." in text
     )
