@@ -333,7 +333,7 @@ class _Stop:
     def __init__(self) -> None:
         self.asked = False
         self.processor_seconds = 0.0
-        """Of the last command and its children."""
+        """Processor time of the last command and its children."""
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._ask)
