@@ -18,7 +18,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -578,6 +578,47 @@ def test_a_run_whose_node_is_killed_in_the_middle_ends_with_the_weights_of_one_t
     rows = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert sum(row.get("rollout/env_failures", 0) for row in rows) > 0
     assert outcome(tmp_path) == outcome(undisturbed)
+
+
+def test_paths_that_ask_servers_by_themselves_on_nodes_one_of_which_is_killed_give_the_weights_of_a_local_run(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from served_runs import pretrained, server_of, trainer_of
+
+    from bpo_ref.sampling.policy import AsyncChatPolicy
+    from bpo_ref.train import Trainer
+
+    monkeypatch.syspath_prepend(WORDS)
+    nodes.with_two()
+    pretrained(tmp_path / "model", size="0.2M")
+    options: dict[str, Any] = {"driver": "async", "algo": "bpo", "tis": 2.0, "prompts": 4, "env_retries": 3}
+    act, calls, killed = AsyncChatPolicy.__call__, 0, False
+
+    def run(name: str, **more: Any) -> Trainer:
+        with server_of(tmp_path / "model") as server:
+            trainer = trainer_of(tmp_path / "model", tmp_path / name, server, **options, **more)
+            if isinstance(trainer.session.envs, RayEnvs):
+                await_all(trainer.session.envs)
+                monkeypatch.setattr(AsyncChatPolicy, "__call__", partialmethod(decide, trainer))
+            trainer.run()
+        return trainer
+
+    async def decide(policy: AsyncChatPolicy, trainer: Trainer, context: Context) -> Any:
+        nonlocal calls, killed
+        calls += trainer.session.stage == "rl" and trainer.session.step == 1
+        if calls >= 5 and not killed:
+            killed, envs = True, trainer.session.envs
+            assert isinstance(envs, RayEnvs)
+            used = {envs._worker(place).node for place in envs._present() if envs._taken[place]}
+            nodes.kill(next(node for node in nodes.nodes if node.node_id in used), workers_of(envs))
+        return await act(policy, context)
+
+    run("local")
+    run("ray", envs="ray", env_workers=2, ray_address=nodes.address)
+    assert killed
+    rows = map(json.loads, (tmp_path / "ray" / "metrics.jsonl").read_text().splitlines())
+    assert sum(row.get("rollout/env_failures", 0) for row in rows) > 0
+    assert outcome(tmp_path / "ray") == outcome(tmp_path / "local")
 
 
 @pytest.fixture
