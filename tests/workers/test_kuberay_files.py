@@ -23,7 +23,7 @@ from components import missing
 from sandboxgym import data
 from sandboxgym.system import run_directories
 
-FILES = Path(__file__).parents[1] / "docs" / "examples" / "fleet"
+FILES = Path(__file__).parents[2] / "docs" / "examples" / "fleet"
 
 
 def documents(name: str) -> dict[str, dict[str, Any]]:
