@@ -181,7 +181,7 @@ def plain(trees: Sequence[RolloutTree]) -> Any:
 
 
 def grown(envs: Any, decide: Any = policy, failures: list[Failure] | None = None, **options: Any) -> Any:
-    options |= {"tasks": TASKS, "seed": (3,), "retries": 3, "failures": failures}
+    options = {"tasks": TASKS, "seed": (3,), "retries": 3, "failures": failures} | options
     return plain(rollout(envs, decide, ForkAt([2, 5], width=3), **options))
 
 

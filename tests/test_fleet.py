@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import pty
+import random
 import re
 import select
 import shutil
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections import Counter
@@ -173,6 +175,44 @@ def test_a_killed_node_changes_no_tree(nodes: Nodes, local: Any, number: int) ->
         lost: list[Failure] = []
         assert grown(envs, At(number, lambda: nodes.kill(doomed, workers_of(envs))), lost) == local
         assert lost and not any(failure.dropped for failure in lost)
+
+
+def test_workers_struck_at_random_points_change_no_tree(nodes: Nodes, local: Any) -> None:
+    """At other points in every run; `kills_on_ray` strikes nodes and owners as well."""
+    seed = int.from_bytes(os.urandom(4))
+    print("seed", seed)  # shown if it fails
+    rng, timers, struck, stopped = random.Random(seed), [], 0, set()
+    nodes.with_two()
+
+    def strike() -> None:
+        nonlocal struck
+        if pids := [pid for place in envs._present() if (pid := envs._worker(place).pid)]:
+            number, pid = rng.choice([signal.SIGKILL] * 4 + [signal.SIGSTOP]), rng.choice(pids)
+            stopped.update([pid] if number == signal.SIGSTOP else [])
+            with contextlib.suppress(ProcessLookupError):  # it was struck before
+                os.kill(pid, number)
+                struck += 1
+
+    def decide(contexts: Sequence[Context]) -> list[Action]:
+        if len(timers) < 12 and rng.random() < 0.5:
+            timers.append(threading.Timer(rng.uniform(0, 0.03), strike))  # within a step, or between two
+            timers[-1].start()
+        return policy(contexts)
+
+    lost: list[Failure] = []
+    try:
+        with fleet_of(4, timeout=5.0, reset_timeout=60.0) as envs:
+            await_all(envs)
+            while len(timers) < 12:
+                assert grown(envs, decide, lost, retries=100) == local
+            for timer in timers:
+                timer.join()
+            assert grown(envs) == local
+    finally:
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):  # what the fleet ended
+                os.kill(pid, signal.SIGKILL)
+    assert struck > 6 and lost and not any(failure.dropped for failure in lost)
 
 
 class OneByOne:
