@@ -32,6 +32,7 @@ try:
     from ray._private.internal_api import get_memory_info_reply, get_state_from_address
     from ray.cluster_utils import Cluster
     from ray.experimental import internal_kv
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 except ModuleNotFoundError:
     ray = None  # type: ignore[assignment]
 
@@ -47,22 +48,40 @@ class Nodes:
         self.sandboxes = Folder(Path(tempfile.mkdtemp(prefix="sandboxgym-nodes-")), docker=False)
         """Traces of the sandboxes on all nodes."""
         with self._elsewhere():
-            self.cluster = Cluster(
-                initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000}
-            )
+            self.cluster = self._begun() or self._begun() or self._begun(final=True)
+        ray.init(address=self.address, log_to_driver=False, logging_level="error", configure_logging=False)
         self.nodes = [self.joined(), self.joined()]
-        ray.init(address=self.cluster.address, log_to_driver=False, logging_level="error", configure_logging=False)
+
+    def _begun(self, *, final: bool = False) -> Any:
+        """A cluster with its head; None if that took longer than the 30 s which Ray gives it on any machine."""
+        try:
+            return Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+        except Exception as error:  # of no narrower type
+            if final or "timed out during startup" not in str(error):
+                raise
+            return None
 
     @property
     def address(self) -> str:
         return str(self.cluster.address)
 
     def joined(self, labels: dict[str, str] | None = None, **resources: float) -> Any:
+        """A node that joins, once Ray places work on it: on a busy machine its scheduler knows it seconds later."""
         with self._elsewhere():
             resources |= {"env": 4}
-            return self.cluster.add_node(
+            node = self.cluster.add_node(
                 num_cpus=4, resources=resources, labels=labels or {}, object_store_memory=80_000_000
             )
+        there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+        ask = ray.remote(num_cpus=0, scheduling_strategy=there)(lambda: True)  # in no module that the node has to find
+
+        def serves() -> bool:
+            with contextlib.suppress(ray.exceptions.TaskUnschedulableError):
+                return bool(ray.get(ask.remote()))
+            return False
+
+        until(serves)
+        return node
 
     @contextlib.contextmanager
     def _elsewhere(self) -> Iterator[None]:
@@ -79,10 +98,11 @@ class Nodes:
 
     def kill(self, node: Any, workers: Sequence[RayWorker]) -> None:
         """End a node and its workers at once, as a machine does that loses its power."""
-        there = [worker.pid for worker in workers if worker.node == node.node_id]
+        there = [worker.pid for worker in workers if worker.node == node.node_id and worker.pid]
         assert there
         for pid in there:
-            os.kill(pid, signal.SIGKILL)  # else they serve on for a moment without their node
+            with contextlib.suppress(ProcessLookupError):  # one that was left and has just ended
+                os.kill(pid, signal.SIGKILL)  # else they serve on for a moment without their node
         self.nodes.remove(node)
         self.cluster.remove_node(node, allow_graceful=False)
 
@@ -116,6 +136,16 @@ class Nodes:
         below = set().union(*map(self.processes, (self.cluster.head_node, *self.nodes)))
         rows = process_table.table(only=below.__contains__)
         return [row.command for row in rows if row.runs and row.command.startswith("ray::_")]
+
+    def settled_traces(self) -> dict[str, Any]:
+        """Traces, once what was there before has come to rest: Ray forgets actors and objects some time later."""
+        deadline, found = time.monotonic() + 60, self.traces()
+        while True:
+            time.sleep(1.0)
+            if (now := self.traces()) == found:
+                return now
+            assert time.monotonic() < deadline
+            found = now
 
     def traces(self) -> dict[str, Any]:
         """What owners have on the nodes, and what this process holds of it."""
@@ -158,7 +188,7 @@ def plain(trees: Sequence[RolloutTree]) -> Any:
 
 
 def grown(envs: Any, decide: Any = policy, failures: list[Failure] | None = None, **options: Any) -> Any:
-    options |= {"tasks": TASKS, "seed": (3,), "retries": 3, "failures": failures}
+    options = {"tasks": TASKS, "seed": (3,), "retries": 3, "failures": failures} | options
     return plain(rollout(envs, decide, ForkAt([2, 5], width=3), **options))
 
 
@@ -172,6 +202,17 @@ def workers_of(envs: RayEnvs) -> list[RayWorker]:
     return found  # type: ignore[return-value]
 
 
+def staying(envs: RayEnvs) -> list[RayWorker]:
+    """Workers that run and are not about to leave for another node."""
+    return [envs._worker(place) for place in envs._targets()]
+
+
+def used_node(nodes: Nodes, envs: RayEnvs) -> Any:
+    """A node that holds environments which are in use."""
+    used = {envs._worker(place).node for place in envs._present() if envs._taken[place]}
+    return next(node for node in nodes.nodes if node.node_id in used)
+
+
 def await_all(envs: RayEnvs) -> None:
     """Wait until every worker runs and no unused one is about to leave for another node.
 
@@ -183,7 +224,7 @@ def await_all(envs: RayEnvs) -> None:
         if len(envs._running()) >= len(set(envs._present()) - set(envs._leaving)):
             envs.tend()
             staying = set(envs._present()) - set(envs._leaving)
-            if len(envs._running()) >= len(staying) and all(envs._taken[place] for place in envs._leaving):
+            if len(envs._running()) >= len(staying) and all(envs._taken[place] for place in list(envs._leaving)):
                 return
         assert time.monotonic() < deadline
         time.sleep(0.1)

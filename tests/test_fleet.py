@@ -8,17 +8,20 @@ import json
 import os
 import pickle
 import pty
+import random
+import re
 import select
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import types
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -41,8 +44,10 @@ from ray_nodes import (
     grown,
     plain,
     policy,
+    staying,
     stored_files,
     until,
+    used_node,
     workers_of,
 )
 from sandbox.docker_image import docker_image as docker_image
@@ -99,7 +104,7 @@ def nothing_left(nodes: Nodes) -> Iterator[None]:
     """What owners have on the nodes is the same before and after a test."""
     nodes.with_two()
     until(lambda: not nodes.left())  # of the test before
-    before = nodes.traces()
+    before = nodes.settled_traces()
     yield
     deadline = time.monotonic() + 60
     while (now := nodes.traces()) != before and time.monotonic() < deadline:
@@ -117,7 +122,7 @@ def test_trees_on_two_nodes_are_the_local_ones(nodes: Nodes, local: Any) -> None
     nodes.with_two()
     with fleet_of(4) as envs:
         await_all(envs)
-        assert len({worker.node for worker in workers_of(envs)}) == 2
+        assert len({worker.node for worker in staying(envs)}) == 2
         assert grown(envs) == local
 
 
@@ -142,14 +147,13 @@ def test_trees_of_other_environments_are_the_local_ones_although_a_worker_and_a_
         return [Action(str(c.rng.choice(c.info.get("admissible_commands") or SHELL))) for c in contexts]
 
     def kill_worker() -> None:
-        pid = workers_of(envs)[0].pid
+        pid = staying(envs)[0].pid
         assert pid
         os.kill(pid, signal.SIGKILL)
 
     def kill_node() -> None:
         await_all(envs)  # the killed worker may be on any node by now, and the other on its way
-        used = {worker.node for worker in workers_of(envs) if worker.ready}
-        nodes.kill(next(node for node in nodes.nodes if node.node_id in used), workers_of(envs))
+        nodes.kill(used_node(nodes, envs), workers_of(envs))
 
     options: dict[str, Any] = {"tasks": [0, 1], "seed": (3,)}
     with Envs(lambda: gym.make(f"sandboxgym/{env}", **arguments)) as here:
@@ -171,6 +175,44 @@ def test_a_killed_node_changes_no_tree(nodes: Nodes, local: Any, number: int) ->
         lost: list[Failure] = []
         assert grown(envs, At(number, lambda: nodes.kill(doomed, workers_of(envs))), lost) == local
         assert lost and not any(failure.dropped for failure in lost)
+
+
+def test_workers_struck_at_random_points_change_no_tree(nodes: Nodes, local: Any) -> None:
+    """At other points in every run; `kills_on_ray` strikes nodes and owners as well."""
+    seed = int.from_bytes(os.urandom(4))
+    print("seed", seed)  # shown if it fails
+    rng, timers, struck, stopped = random.Random(seed), [], 0, set()
+    nodes.with_two()
+
+    def strike() -> None:
+        nonlocal struck
+        if pids := [pid for place in envs._present() if (pid := envs._worker(place).pid)]:
+            number, pid = rng.choice([signal.SIGKILL] * 4 + [signal.SIGSTOP]), rng.choice(pids)
+            stopped.update([pid] if number == signal.SIGSTOP else [])
+            with contextlib.suppress(ProcessLookupError):  # it was struck before
+                os.kill(pid, number)
+                struck += 1
+
+    def decide(contexts: Sequence[Context]) -> list[Action]:
+        if len(timers) < 12 and rng.random() < 0.5:
+            timers.append(threading.Timer(rng.uniform(0, 0.03), strike))  # within a step, or between two
+            timers[-1].start()
+        return policy(contexts)
+
+    lost: list[Failure] = []
+    try:
+        with fleet_of(4, timeout=5.0, reset_timeout=60.0) as envs:
+            await_all(envs)
+            while len(timers) < 12:
+                assert grown(envs, decide, lost, retries=100) == local
+            for timer in timers:
+                timer.join()
+            assert grown(envs) == local
+    finally:
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):  # what the fleet ended
+                os.kill(pid, signal.SIGKILL)
+    assert struck > 6 and lost and not any(failure.dropped for failure in lost)
 
 
 class OneByOne:
@@ -271,7 +313,7 @@ def test_a_drained_node_is_left_with_its_environments_and_snapshots(
     gone = nodes.with_two()[0].node_id
     with fleet_of(4, store=tmp_path / "store") as envs:
         await_all(envs)
-        assert any(worker.node == gone for worker in workers_of(envs))
+        assert any(worker.node == gone for worker in staying(envs))
 
         def leave() -> None:
             drain(gone)
@@ -286,7 +328,7 @@ def test_a_drained_node_is_left_with_its_environments_and_snapshots(
             assert [node.draining for node in fleet_status().nodes if node.id == gone] == [True]
             await_all(envs)
             assert grown(envs) == local
-            here = [worker for worker in workers_of(envs) if worker.alive]
+            here = staying(envs)
             assert len(here) == 4 and gone not in {worker.node for worker in here}
         finally:
             assert cli(["fleet", "drain", gone, "--undo"]) == 0
@@ -297,15 +339,16 @@ def test_a_node_that_joins_gets_its_share_of_the_paths(nodes: Nodes, local: Any)
     nodes.with_two()
     with fleet_of(3) as envs:
         await_all(envs)
+        before = len(envs._left)
         joined = nodes.joined()
         try:
             nodes.cluster.wait_for_nodes()
             envs.tend()
-            assert len(envs._leaving) + len(envs._left) == 1
+            assert len(envs._leaving) + len(envs._left) - before == 1
             await_all(envs)
             assert grown(envs) == local
             envs.tend()
-            counts = Counter(worker.node for worker in workers_of(envs) if worker.alive)
+            counts = Counter(worker.node for worker in staying(envs))
             assert counts[joined.node_id] == 1 and set(counts.values()) == {1}
             assert grown(envs) == local
         finally:
@@ -324,7 +367,7 @@ def test_an_image_is_fetched_once_for_all_nodes_and_attracts_workers(
         assert images.holders([service.name])[two[1]] == 0
         with fleet_of(2, prefer=images.holders([service.name])) as envs:
             await_all(envs)
-            assert {worker.node for worker in workers_of(envs)} == set(two[:1])
+            assert {worker.node for worker in staying(envs)} == set(two[:1])
         both = images.prefetch([service.name])
         assert set(both[two[0]].values()) == {"node"} and set(both[two[1]].values()) == {"peer"}
         again = partial(FleetImages, str(tmp_path / "parts"), load=False, resources={"env": 0.01})
@@ -405,7 +448,7 @@ def test_a_killed_worker_is_replaced_and_changes_no_tree(nodes: Nodes, local: An
     with fleet_of(2) as envs:
         await_all(envs)
         lost: list[Failure] = []
-        pid = workers_of(envs)[0].pid
+        pid = staying(envs)[0].pid
         assert pid
         assert grown(envs, At(4, lambda: os.kill(pid, signal.SIGKILL)), lost) == local
         assert lost and not any(failure.dropped for failure in lost)
@@ -417,7 +460,7 @@ def test_workers_killed_before_their_first_environment_are_replaced(nodes: Nodes
     nodes.with_two()
     with fleet_of(2) as envs:
         await_all(envs)
-        for worker in workers_of(envs):
+        for worker in staying(envs):
             assert worker.pid
             os.kill(worker.pid, signal.SIGKILL)
         assert grown(envs) == local
@@ -427,24 +470,22 @@ def test_a_frozen_worker_counts_as_lost_after_the_deadline(nodes: Nodes, local: 
     nodes.with_two()
     with fleet_of(2, timeout=5.0, reset_timeout=60.0) as envs:
         await_all(envs)
-        pid = workers_of(envs)[0].pid
+        pid = staying(envs)[0].pid
         assert pid is not None
         lost: list[Failure] = []
-        began = time.monotonic()
         try:
             assert grown(envs, At(4, lambda: os.kill(pid, signal.SIGSTOP)), lost) == local
         finally:
             with contextlib.suppress(ProcessLookupError):  # the fleet ends it, at some time
                 os.kill(pid, signal.SIGKILL)
-        assert time.monotonic() - began < 50
-        assert any("took longer than" in failure.error for failure in lost)
+        assert any("took longer than 5 s" in failure.error for failure in lost)
 
 
 def test_a_frozen_node_counts_as_lost_after_the_deadline(nodes: Nodes, local: Any) -> None:
     doomed = nodes.with_two()[0]
     with fleet_of(4, timeout=5.0, reset_timeout=60.0) as envs, nodes.freezing(doomed) as freeze:
         await_all(envs)
-        assert {worker.node for worker in workers_of(envs)} == {node.node_id for node in nodes.nodes}
+        assert {worker.node for worker in staying(envs)} == {node.node_id for node in nodes.nodes}
         lost: list[Failure] = []
         assert grown(envs, At(4, freeze), lost) == local
         assert any("took longer than" in failure.error for failure in lost)
@@ -517,7 +558,9 @@ def test_what_a_killed_owner_holds_can_be_ended_at_once(
     assert cli(["fleet", "release", place]) == 0
     (lease, summary) = capsys.readouterr().out.splitlines()[-2:]
     name, _, told = lease.partition(": ")
-    assert told == "ends in 60 min, snapshots 1" and summary.startswith(f"1 leases in {place}, which holds ")
+    assert re.fullmatch(r"ends in (5[5-9]|60) min, snapshots 1", told) and summary.startswith(
+        f"1 leases in {place}, which holds "
+    )
     assert cli(["fleet", "release", place, "other"]) == 1
     assert f"fleet: expected leases among {name}, found other\n" in capsys.readouterr().err
     assert cli(["fleet", "release", place, *([name] if kind == "directory" else ["--all"])]) == 0
@@ -580,6 +623,46 @@ def test_a_run_whose_node_is_killed_in_the_middle_ends_with_the_weights_of_one_t
     assert outcome(tmp_path) == outcome(undisturbed)
 
 
+def test_paths_that_ask_servers_by_themselves_on_nodes_one_of_which_is_killed_give_the_weights_of_a_local_run(
+    nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from served_runs import pretrained, server_of, trainer_of
+
+    from bpo_ref.sampling.policy import AsyncChatPolicy
+    from bpo_ref.train import Trainer
+
+    monkeypatch.syspath_prepend(WORDS)
+    nodes.with_two()
+    pretrained(tmp_path / "model", size="0.2M")
+    options: dict[str, Any] = {"driver": "async", "algo": "bpo", "tis": 2.0, "prompts": 4, "env_retries": 3}
+    act, calls, killed = AsyncChatPolicy.__call__, 0, False
+
+    def run(name: str, **more: Any) -> Trainer:
+        with server_of(tmp_path / "model") as server:
+            trainer = trainer_of(tmp_path / "model", tmp_path / name, server, **options, **more)
+            if isinstance(trainer.session.envs, RayEnvs):
+                await_all(trainer.session.envs)
+                monkeypatch.setattr(AsyncChatPolicy, "__call__", partialmethod(decide, trainer))
+            trainer.run()
+        return trainer
+
+    async def decide(policy: AsyncChatPolicy, trainer: Trainer, context: Context) -> Any:
+        nonlocal calls, killed
+        calls += trainer.session.stage == "rl" and trainer.session.step == 1
+        if calls >= 5 and not killed:
+            killed, envs = True, trainer.session.envs
+            assert isinstance(envs, RayEnvs)
+            nodes.kill(used_node(nodes, envs), workers_of(envs))
+        return await act(policy, context)
+
+    run("local")
+    run("ray", envs="ray", env_workers=2, ray_address=nodes.address)
+    assert killed
+    rows = map(json.loads, (tmp_path / "ray" / "metrics.jsonl").read_text().splitlines())
+    assert sum(row.get("rollout/env_failures", 0) for row in rows) > 0
+    assert outcome(tmp_path / "ray") == outcome(tmp_path / "local")
+
+
 @pytest.fixture
 def third(nodes: Nodes) -> Iterator[Any]:
     """A third node, which alone has the resource ``sandbox`` and the label ``zone=a``."""
@@ -607,11 +690,15 @@ def test_a_run_has_its_workers_on_nodes_with_what_they_need(
         assert isinstance(envs, RayEnvs)
         await_all(envs)
         envs.tend()
-        assert [worker.node for worker in workers_of(envs)] == [third.node_id] * 2
+        assert [worker.node for worker in staying(envs)] == [third.node_id] * 2
         assert envs._gate is not None and envs._gate.limits == Limits(environments=64)
     if "env_resources" in settings:
-        left = ray._private.state.available_resources_per_node()[third.node_id]
-        assert left.get("sandbox", 0.0) == 0 and left["CPU"] == 2.0
+
+        def left() -> tuple[float, float]:
+            there = ray._private.state.available_resources_per_node()[third.node_id]
+            return there.get("sandbox", 0.0), there["CPU"]
+
+        until(lambda: left() == (0.0, 2.0))  # Ray's table is some time behind
     trainer.run()
     assert outcome(tmp_path) == outcome(undisturbed)
 
@@ -634,11 +721,11 @@ def test_a_run_prefers_the_node_that_has_the_images_of_its_tasks_and_uses_others
             assert isinstance(envs, RayEnvs)
             await_all(envs)
             envs.tend()
-            counts = Counter(worker.node for worker in workers_of(envs))
+            counts = Counter(worker.node for worker in staying(envs))
             assert counts[third.node_id] == 4 and len(counts) == 2
         with env_source("sandboxgym/SWEBench-v0", ["dataset=mini"], workers=3, **options) as envs:
             await_all(envs)  # type: ignore[arg-type]
-            assert len({worker.node for worker in workers_of(envs)}) > 1  # type: ignore[arg-type]
+            assert len({worker.node for worker in staying(envs)}) > 1  # type: ignore[arg-type]
     finally:
         service.close()
     assert not internal_kv._internal_kv_list("", namespace="sandboxgym-images")
@@ -651,9 +738,9 @@ def test_a_limit_of_a_run_holds_on_every_node(nodes: Nodes, third: Any, monkeypa
     with env_source("sandboxgym/ALFWorld-v0", [], limits=["environments=1"], **options) as envs:
         assert isinstance(envs, RayEnvs) and envs._gate is not None
         await_all(envs)
-        assert len({worker.node for worker in workers_of(envs)}) == 3
+        assert len({worker.node for worker in staying(envs)}) == 3
         taken: list[Any] = [envs.take() for _ in range(3)]
-        assert {env.worker.node for env in taken} == {worker.node for worker in workers_of(envs)}
+        assert {env.worker.node for env in taken} == {worker.node for worker in staying(envs)}
         envs._gate._deadline = 0.3
         with pytest.raises(FleetFull, match=r"has 1 of 1 environments; node"):
             envs.take()
@@ -792,7 +879,7 @@ def test_a_node_without_what_the_environment_needs_is_left_alone(nodes: Nodes, l
     with RayEnvs(made_where_it_may([bad.node_id]), 4, **WHERE) as envs:  # type: ignore[arg-type]
         await_all(envs)
         assert grown(envs) == local
-        assert {worker.node for worker in workers_of(envs) if worker.alive} == {good.node_id}
+        assert {worker.node for worker in staying(envs)} == {good.node_id}
         assert any("cannot make the environment: it needs a daemon" in worker.unfit for worker in workers_of(envs))
 
 
@@ -899,7 +986,7 @@ def test_the_state_of_the_fleet_shows_all_owners_and_what_was_lost(
     with fleet_of(2) as envs, fleet_of(1) as others:
         await_all(envs)
         await_all(others)
-        pid = workers_of(envs)[0].pid
+        pid = staying(envs)[0].pid
         assert pid
         assert grown(envs, At(6, lambda: os.kill(pid, signal.SIGKILL))) == local
         assert grown(others) == local
@@ -938,6 +1025,7 @@ def test_the_state_of_the_fleet_shows_all_owners_and_what_was_lost(
 
 def test_the_state_is_drawn_again_and_again_until_ctrl_c(nodes: Nodes) -> None:
     nodes.with_two()
+    until(lambda: sum(node["Alive"] for node in ray.nodes()) == 3)  # it forgets killed ones some time later
     terminal, its = pty.openpty()
     command = [sys.executable, "-m", "sandboxgym", "fleet", "status", "--address", nodes.address, "--watch", "0.2"]
     # A session of its own, whose terminal it is: else Ctrl-C is a character like others.

@@ -18,6 +18,7 @@ import numpy as np
 from sandboxgym.bench.pool import ALFWORLD
 from sandboxgym.sandbox import process_table
 from sandboxgym.tree import Action, Context, Failure, ForkAt, Recovery, rollout
+from sandboxgym.workers.env_host import FleetError
 from sandboxgym.workers.fleet import RayEnvs
 
 WAYS = (("killed", signal.SIGKILL), ("frozen", signal.SIGSTOP))
@@ -61,8 +62,11 @@ def measured(signal_number: int, paths: int) -> Loss:
     import ray
     from ray.cluster_utils import Cluster
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
-    nodes = [cluster.add_node(num_cpus=2, object_store_memory=80_000_000) for _ in range(2)]
+    try:
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+        nodes = [cluster.add_node(num_cpus=2, object_store_memory=80_000_000) for _ in range(2)]
+    except Exception as error:  # Ray raises no narrower type: each of them has 30 s
+        raise FleetError(f"expected a cluster of simulated nodes to start, found: {error}") from error
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
     times: list[float] = []
     live: list[int] = []
@@ -86,8 +90,8 @@ def measured(signal_number: int, paths: int) -> Loss:
         options: dict[str, Any] = {"timeout": TIMEOUT, "reset_timeout": 60.0, "max_episode_steps": _STEPS}
         with _Counted(ALFWORLD, 4, **options) as envs:
             envs.events = []
-            while len(envs._running()) < 4:
-                time.sleep(0.1)
+            while len(there := envs._running()) < 4 or len({envs._worker(place).node for place in there}) < 2:
+                time.sleep(0.1)  # on a busy machine all may begin on one node, from which half of them move
             rollout(envs, policy, ForkAt([4], width=2), tasks=[0] * paths, seed=(0,), retries=5)
             events = envs.events
         gaps = np.diff(times).tolist()
