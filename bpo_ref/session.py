@@ -51,7 +51,7 @@ from bpo_ref.learning.models import (
 from bpo_ref.lookahead import check_prompt
 from bpo_ref.run_log import RunLog, Stage, described_failures, tracking, write_report
 from bpo_ref.running import colocated, folder, journals, processes, servers
-from bpo_ref.running.console import Progress, header, model_line, say, say_from_signal
+from bpo_ref.running.console import StageProgress, header, model_line, say, say_from_signal
 from bpo_ref.running.environments import first_info, gives_key, opened
 from bpo_ref.running.launcher import stop_with_launcher
 from bpo_ref.running.resuming import MAY_CHANGE, check_settings
@@ -510,7 +510,7 @@ class TrainingSession:
             raise ConfigError(f"expert_kwargs: {error}") from error
         path = self.out / "demonstrations.jsonl"
         if self.accelerator.is_main_process and not (args.resume and path.exists()):
-            bar = Progress("expert episodes", args.sft_episodes, lines=10)
+            bar = StageProgress("expert episodes", args.sft_episodes, lines=10)
             failures: list[Failure] = []
             episodes = collect_demonstrations(
                 self.envs,
@@ -693,9 +693,9 @@ class TrainingSession:
         """Collect the lists of all processes into one."""
         return gather_object(local) if self.accelerator.num_processes > 1 else local
 
-    def bar(self, description: str, total: int, *, done: float = 0, lines: int | None = None) -> Progress:
+    def bar(self, description: str, total: int, *, done: float = 0, lines: int | None = None) -> StageProgress:
         """Show the progress of a stage; in the first process only."""
-        return Progress(description, total, done=done, shown=self.accelerator.is_main_process, lines=lines)
+        return StageProgress(description, total, done=done, shown=self.accelerator.is_main_process, lines=lines)
 
     def _take_out(self) -> None:
         """Take the folder for this run: lock it, and clear it if asked for."""

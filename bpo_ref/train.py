@@ -49,7 +49,7 @@ from bpo_ref.baselines import (
 )
 from bpo_ref.eval import Score
 from bpo_ref.experiments.value_oracle import value_scores
-from bpo_ref.learning.batch import Batch, Critique, Row, collate, micro_batches, rows_of
+from bpo_ref.learning.batch import Batch, Critique, PathRow, collate, micro_batches, rows_of
 from bpo_ref.learning.models import CausalLM
 from bpo_ref.learning.rescore import mismatch_metrics, rescore
 from bpo_ref.lookahead import LookAhead, scored
@@ -437,7 +437,7 @@ def value_loss(values: Tensor, batch: Batch, args: Args) -> tuple[Tensor, int]:
     return 0.5 * error.sum(), int(learnt.sum())
 
 
-def aggregate(loss: Tensor, batch: Batch, rows: Sequence[Row], denominator: float, args: Args) -> Tensor:
+def aggregate(loss: Tensor, batch: Batch, rows: Sequence[PathRow], denominator: float, args: Args) -> Tensor:
     """Σ weight x loss over the tokens, divided by the denominator of the whole minibatch; see ``aggregation``."""
     per_row = (loss * batch.weight).sum(dim=1)  # [B]
     if args.aggregation == "path":
@@ -445,7 +445,7 @@ def aggregate(loss: Tensor, batch: Batch, rows: Sequence[Row], denominator: floa
     return per_row.sum() / denominator
 
 
-def denominator_of(rows: Sequence[Row], trees: int, args: Args) -> float:
+def denominator_of(rows: Sequence[PathRow], trees: int, args: Args) -> float:
     """Contribution of these rows to the denominator of `aggregate`."""
     parts = {"token": sum(row.mass for row in rows), "path": float(len(rows)), "constant": float(trees)}
     return parts[args.aggregation]
@@ -606,11 +606,11 @@ class Trainer:
                     continue
                 learnt = session.sum(sum(row.learnt for row in rows))
 
-                def backward(micro: Sequence[Row], scale: tuple[float, float] = (denominator, learnt)) -> None:
+                def backward(micro: Sequence[PathRow], scale: tuple[float, float] = (denominator, learnt)) -> None:
                     for name, value in self._backward(micro, *scale).items():
                         sums[name] = sums.get(name, 0.0) + value
 
-                idle = Row([0, 0], [])  # contributes no loss
+                idle = PathRow([0, 0], [])  # contributes no loss
                 session.accumulate(micro_batches(rows, args, idle), backward, idle=idle)
                 session.optimizer_step()
                 norms.append(session.grad_norm)
@@ -622,7 +622,7 @@ class Trainer:
         steps = {f"update/{name}": value / len(norms) for name, value in sums.items() if name.endswith("loss")}
         return {**metrics, **steps, "update/grad_norm": float(np.mean(norms))}
 
-    def _backward(self, rows: Sequence[Row], denominator: float, learnt: float) -> dict[str, float]:
+    def _backward(self, rows: Sequence[PathRow], denominator: float, learnt: float) -> dict[str, float]:
         args, session = self.args, self.session
         batch = collate(rows, session.accelerator.device)
         reference = None

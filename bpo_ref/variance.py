@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import tyro
 
-from bpo_ref.experiments.variance import Study, table
+from bpo_ref.experiments.variance import VarianceStudy, table
 
 
 def main() -> None:
     """Run the command line."""
-    study = tyro.cli(Study, config=(tyro.conf.FlagConversionOff,))
+    study = tyro.cli(VarianceStudy, config=(tyro.conf.FlagConversionOff,))
     from bpo_ref.experiments.laboratory import run  # imports PyTorch, which takes seconds: --help needs none of it
 
     try:

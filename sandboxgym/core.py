@@ -58,7 +58,7 @@ from sandboxgym.errors import (
 )
 from sandboxgym.serialization import Piece
 from sandboxgym.snapshots import Body, Header, Kind, Layer, Snapshot, SnapshotSpec, Transition, as_dict
-from sandboxgym.taken import Taken
+from sandboxgym.taken import TakenNames
 
 __all__ = [
     "ATOMS",
@@ -493,7 +493,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         return cls._transition is not SnapshotEnv._transition
 
 
-_TAKEN = Taken(
+_TAKEN = TakenNames(
     SnapshotEnv,
     methods=(
         *("_snapshot", "_restore", "_header", "_check_fits", "_check_reset", "_body", "_streams", "_put_streams"),

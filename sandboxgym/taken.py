@@ -9,7 +9,7 @@ from typing import Any
 from sandboxgym.brief import brief
 
 
-class Taken:
+class TakenNames:
     """Names that a base class uses itself; without a refusal a clash would show late, as some other error, or never.
 
     Attributes:

@@ -4,26 +4,26 @@ from __future__ import annotations
 
 import pytest
 
-from sandboxgym.bench.fleet.model import Costs, Measured, fitted, owners_needed, simulate
+from sandboxgym.bench.fleet.model import Costs, OwnerCosts, fitted, owners_needed, simulate
 
 COSTS = Costs(per_message=0.001, per_step=0.00002)
 
 
 def test_costs_are_recovered_from_what_they_explain() -> None:
-    measured = [Measured(m, n, m * COSTS.per_message + n * COSTS.per_step) for m, n in ((2, 2), (2, 64), (4, 128))]
+    measured = [OwnerCosts(m, n, m * COSTS.per_message + n * COSTS.per_step) for m, n in ((2, 2), (2, 64), (4, 128))]
     found = fitted(measured)
     assert found.per_message == pytest.approx(COSTS.per_message)
     assert found.per_step == pytest.approx(COSTS.per_step)
 
 
 def test_no_cost_is_below_zero() -> None:
-    assert fitted([Measured(1, 1, 0.001), Measured(1, 100, 0.2)]).per_message == 0.0
-    assert fitted([Measured(1, 10, 0.002), Measured(1, 100, 0.001)]).per_step == 0.0
+    assert fitted([OwnerCosts(1, 1, 0.001), OwnerCosts(1, 100, 0.2)]).per_message == 0.0
+    assert fitted([OwnerCosts(1, 10, 0.002), OwnerCosts(1, 100, 0.001)]).per_step == 0.0
 
 
 def test_one_ratio_of_steps_to_messages_cannot_tell_the_costs_apart() -> None:
     with pytest.raises(ValueError, match="two numbers of steps per message"):
-        fitted([Measured(1, 10, 0.1), Measured(2, 20, 0.2)])
+        fitted([OwnerCosts(1, 10, 0.1), OwnerCosts(2, 20, 0.2)])
 
 
 def test_slow_steps_are_limited_by_the_workers_and_fast_ones_by_the_owner() -> None:

@@ -15,7 +15,7 @@ from sandboxgym.cli import main
 from sandboxgym.cli.fleet import lines_of
 from sandboxgym.workers import meters
 from sandboxgym.workers.env_host import Host, HostCounts
-from sandboxgym.workers.fleet_status import FleetStatus, Node, Owner, Usage
+from sandboxgym.workers.fleet_status import FleetNode, FleetStatus, Owner, Usage
 from sandboxgym.workers.kept import KeptLease
 
 worker_envs.register()
@@ -39,9 +39,9 @@ def test_a_report_of_a_later_version_is_read_without_what_is_new() -> None:
 def test_the_state_as_text_has_every_node_and_owner() -> None:
     usage = OWNER.nodes["aa" * 16]
     nodes = [
-        Node("bb" * 16, "10.0.0.1", True, True, 8.0, 16_000_000_000, {}, Usage()),
-        Node("aa" * 16, "10.0.0.2", False, True, 4.0, 10**9, {"sandbox": 8.0}, usage),
-        Node("cc" * 16, "10.0.0.3", False, False, 0.0, 0, {}, Usage()),
+        FleetNode("bb" * 16, "10.0.0.1", True, True, 8.0, 16_000_000_000, {}, Usage()),
+        FleetNode("aa" * 16, "10.0.0.2", False, True, 4.0, 10**9, {"sandbox": 8.0}, usage),
+        FleetNode("cc" * 16, "10.0.0.3", False, False, 0.0, 0, {}, Usage()),
     ]
     status = FleetStatus(nodes, [OWNER])
     assert status.usage == usage

@@ -604,27 +604,31 @@ def _help_row(options: Options) -> Iterator[Pair]:
 
 BPO: dict[str, Any] = {"algo": "bpo"}
 ROWS = (
-    row.Row("trainer.packed", "trainer, an update with shared prefixes packed", "every path by itself", _packed_row),
-    row.Row("trainer.forks", "trainer, three forks of 720 tokens, first token", "the prefix read again", _forks_row),
-    row.Row(
+    row.TableRow(
+        "trainer.packed", "trainer, an update with shared prefixes packed", "every path by itself", _packed_row
+    ),
+    row.TableRow(
+        "trainer.forks", "trainer, three forks of 720 tokens, first token", "the prefix read again", _forks_row
+    ),
+    row.TableRow(
         "trainer.bpo",
         "trainer, `bpo`, processor time of a generated token",
         "`grpo`, which generates three times as many in an update",
         partial(_updates, ours=BPO, instead={"algo": "grpo"}, per_token=True),
     ),
-    row.Row(
+    row.TableRow(
         "trainer.bpo_alike",
         "trainer, `bpo`, processor time of a generated token",
         "`grpo` with as many tokens in an update",
         partial(_updates, ours=BPO, instead={"algo": "grpo", "prompts": 5}, per_token=True),
     ),
-    row.Row(
+    row.TableRow(
         "trainer.lookahead",
         "trainer, an update of `bpo` with look-ahead",
         "without",
         partial(_updates, ours={**BPO, "lookahead": True}, instead=BPO, per_token=False),
     ),
-    row.Row("trainer.help", "`sandboxgym train --help`", "`import torch`", _help_row),
+    row.TableRow("trainer.help", "`sandboxgym train --help`", "`import torch`", _help_row),
 )
 """The trainer's rows of ``sandboxgym bench table``."""
 

@@ -40,7 +40,7 @@ from bpo_ref.experiments.gpu_memory import SHAPES, Shape, memory
 from bpo_ref.learning import packing
 from bpo_ref.learning.models import CausalLM, add_adapter, checkpoint_layers
 from bpo_ref.learning.tiny import tiny_bpe_tokenizer, tiny_tokenizer
-from bpo_ref.sampling.backends import Backend
+from bpo_ref.sampling.backends import SamplingBackend
 from bpo_ref.sampling.continuous import ContinuousGenerator
 from bpo_ref.sampling.generate import Generation, Generator, forward
 from bpo_ref.sampling.served import Fleet, ServedBackend
@@ -215,7 +215,7 @@ def bench_generation(name: str, repeats: int) -> list[str]:
     model = model_of(name, context=limit)
     told: list[int] = []
 
-    def turns_of(sampler: Backend) -> None:
+    def turns_of(sampler: SamplingBackend) -> None:
         session = sampler.open()
         places = [session.add(context) for context in contexts]
         for number in range(turns):
@@ -224,7 +224,7 @@ def bench_generation(name: str, repeats: int) -> list[str]:
         session.drop(places)
 
     common: dict[str, Any] = {"stop_ids": [], "max_new_tokens": turn, "context_limit": limit}
-    ways: dict[str, Backend] = {
+    ways: dict[str, SamplingBackend] = {
         "hf": Generator(model, **common),
         "hf, layer by layer": Generator(model, joined=0, **common),
         "hf, side by side": Generator(model, joined=2**50, **common),

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.config import find_config, read_config
-from bpo_ref.experiments.variance import Line, Samples, Study, compare, plot, read_method, table
+from bpo_ref.experiments.variance import Line, Samples, VarianceStudy, compare, plot, read_method, table
 from bpo_ref.learning import packing
 from bpo_ref.learning.batch import collate, micro_batches, rows_of
 from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
@@ -50,7 +50,7 @@ AFTER_SAMPLING = (
 class Laboratory:
     """A fixed policy, its environments, and the tasks on which all methods are measured."""
 
-    def __init__(self, study: Study) -> None:
+    def __init__(self, study: VarianceStudy) -> None:
         self.study = study
         settle_cpu(study.threads)
         config = Args(**read_config(Args, find_config(study.config)))
@@ -228,7 +228,7 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def run(study: Study, *, progress: Callable[..., Any] = tqdm) -> list[Line]:
+def run(study: VarianceStudy, *, progress: Callable[..., Any] = tqdm) -> list[Line]:
     """Measure and write.
 
     Raises:

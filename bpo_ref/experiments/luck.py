@@ -19,7 +19,7 @@ import tyro
 from bpo_ref.args import Args
 from bpo_ref.baselines import Memory
 from bpo_ref.experiments.laboratory import Laboratory
-from bpo_ref.experiments.variance import Study
+from bpo_ref.experiments.variance import VarianceStudy
 from bpo_ref.train import assign_credit
 
 METHODS = ("rloo-pooled:roots=8,lookahead=true", "rloo-pooled:roots=8,lookahead=true,network=both")
@@ -43,7 +43,7 @@ def parts(laboratory: Laboratory, args: Args) -> tuple[float, float, float]:
     return float(np.mean(plain)), float(np.mean(fair)), float(np.mean(own))
 
 
-def run(study: Study) -> str:
+def run(study: VarianceStudy) -> str:
     """Make a table with one row for each of ``study.methods``: flat rollouts with look-ahead.
 
     Raises:
@@ -64,9 +64,9 @@ def run(study: Study) -> str:
 
 def main() -> None:
     """Run the command line."""
-    study = tyro.cli(Study, config=(tyro.conf.FlagConversionOff,))
+    study = tyro.cli(VarianceStudy, config=(tyro.conf.FlagConversionOff,))
     try:
-        print(run(replace(study, methods=METHODS) if study.methods == Study.methods else study))
+        print(run(replace(study, methods=METHODS) if study.methods == VarianceStudy.methods else study))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -81,7 +81,7 @@ METHODS: Mapping[str, Method] = {
 
 
 @dataclass(frozen=True)
-class Domain:
+class StudyEnvironment:
     """An environment of the study.
 
     Attributes:
@@ -112,8 +112,8 @@ class Domain:
 
 _SHARED = "--match tokens --lr-decay constant --updates 60 --warmup 3 --save-every 10 --trackers"  # no tracker
 
-DOMAINS: Mapping[str, Domain] = {
-    "alfworld": Domain(
+DOMAINS: Mapping[str, StudyEnvironment] = {
+    "alfworld": StudyEnvironment(
         config="alfworld-tiny",
         metric="success",
         start="",
@@ -134,7 +134,7 @@ DOMAINS: Mapping[str, Domain] = {
     ),
     # Evaluated on goals of products that neither supervised starts nor runs have seen. A purchase's value is in
     # the state's key: without it neither trees nor the baseline were shown to pay (details/variance-webshop-choice.md).
-    "webshop": Domain(
+    "webshop": StudyEnvironment(
         config="webshop-choice",
         metric="reward",
         start="--sft-steps 200",

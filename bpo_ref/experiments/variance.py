@@ -51,7 +51,7 @@ BUDGETS = ("returns", "env_steps", "tokens")
 
 
 @dataclass(frozen=True)
-class Study:
+class VarianceStudy:
     """Settings of a measurement."""
 
     checkpoint: str

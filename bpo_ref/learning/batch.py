@@ -34,7 +34,7 @@ class Critique:
 
 
 @dataclass
-class Row:
+class PathRow:
     """One path as training data: the ids of the whole episode, and the actions sampled on this path."""
 
     ids: list[int]
@@ -71,13 +71,13 @@ class Batch:
         return self.step >= 0
 
 
-def rows_of(trees: Iterable[RolloutTree]) -> list[Row]:
+def rows_of(trees: Iterable[RolloutTree]) -> list[PathRow]:
     """Convert all paths to rows; those of weight 0 (for values only, and those left out) are not trained on."""
     rows = (row for tree in trees for path in tree.paths for row in rows_of_path(path))
     return [row for row in rows if any(edge.weight for edge in row.edges)]
 
 
-def rows_of_path(path: Path) -> list[Row]:
+def rows_of_path(path: Path) -> list[PathRow]:
     """Convert a path to one row per conversation: a single one, or one per turn where prompts show a window.
 
     The prefix that a path was forked from is context, so every action is trained on once.
@@ -87,10 +87,10 @@ def rows_of_path(path: Path) -> list[Row]:
         if not talks or edge.action.memory.before is None:
             talks.append([])
         talks[-1].append(edge)
-    return [Row(edges[-1].action.memory.ids(), edges) for edges in talks]
+    return [PathRow(edges[-1].action.memory.ids(), edges) for edges in talks]
 
 
-def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
+def collate(rows: Sequence[PathRow], device: torch.device | str) -> Batch:
     """Pad rows to tensors."""
     longest = max(len(row.ids) for row in rows)
     shape = len(rows), longest - 1  # filled as arrays: an assignment costs a fraction of one to a tensor
@@ -118,7 +118,7 @@ def collate(rows: Sequence[Row], device: torch.device | str) -> Batch:
     return Batch(*(torch.from_numpy(array).to(device) for array in arrays))
 
 
-def micro_batches(rows: Sequence[Row], args: Args, idle: Row | None = None) -> list[list[Row]]:
+def micro_batches(rows: Sequence[PathRow], args: Args, idle: PathRow | None = None) -> list[list[PathRow]]:
     """Split rows into the batches of an update, as `token_batches` does; without any row, ``idle`` is one.
 
     The last batch is one that a single pass computes, if need be ``idle``: its gradients are reduced over processes,
@@ -136,7 +136,7 @@ def micro_batches(rows: Sequence[Row], args: Args, idle: Row | None = None) -> l
     return batches
 
 
-def token_batches(rows: Sequence[Row], args: Args) -> list[list[Row]]:
+def token_batches(rows: Sequence[PathRow], args: Args) -> list[list[PathRow]]:
     """Split rows into batches of at most ``micro_tokens`` tokens, padded or packed as ``pack`` says, or one row.
 
     Where longer rows are computed in parts (``long_rows``), those of a tree are one batch.

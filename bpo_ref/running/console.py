@@ -39,7 +39,7 @@ def say_from_signal(text: str) -> None:
         os.write(2, f"\n{text}\n".encode())
 
 
-class Progress:
+class StageProgress:
     """Progress of a stage.
 
     Args:

@@ -1,6 +1,6 @@
 """Sampling backends: one small interface, and the choices of ``--backend`` behind it.
 
-Another backend is a class with `Backend.open` whose sessions have the methods of `Conversations`. It may leave
+Another backend is a class with `SamplingBackend.open` whose sessions have the methods of `Conversations`. It may leave
 log-probabilities to the trainer. If it samples from other log-probabilities, they belong in `Generation.sampler_logps`:
 ``--tis`` needs them. For another inference server only an `engine.Engine` is needed: `served.ServedBackend` asks it.
 """
@@ -22,7 +22,7 @@ BackendName = Literal["hf", "transformers-continuous", "vllm"]
 
 
 class Conversations(Protocol):
-    """Rows of token ids that only ever grow, sampled with the weights at the time of `Backend.open`."""
+    """Rows of token ids that only ever grow, sampled with the weights at the time of `SamplingBackend.open`."""
 
     @property
     def prefilled(self) -> int | None:
@@ -57,7 +57,7 @@ class Conversations(Protocol):
         """Sample one turn per row, greedily without ``rngs``; ``logps`` and ``entropies`` are empty if not known."""
 
 
-class Backend(Protocol):
+class SamplingBackend(Protocol):
     """A sampler that opens sessions."""
 
     def open(self, contexts: Sequence[Sequence[int]] = (), /) -> Conversations:
@@ -76,7 +76,7 @@ def make_backend(
     sampler_logps: bool = False,
     pinned: bool = False,
     fleet: Fleet | None = None,
-) -> Backend:
+) -> SamplingBackend:
     """Make the backend of that name.
 
     Args:

@@ -2,7 +2,7 @@
 
 What this module promises:
 
-1. It is used like `generate.Session`, with the same conversations token by token.
+1. It is used like `generate.SamplingSession`, with the same conversations token by token.
 2. No key or value outlives the weights that it was computed with: the paged cache, which shares whole pages of equal
    prefixes between requests, is thrown away with the session's last row and never handed to another session.
 3. A request that fails raises `GenerationFailed`; transformers only logs it.

@@ -47,7 +47,7 @@ class WrongEngine(EngineError):
 
 
 @dataclass(frozen=True)
-class Request:
+class TurnRequest:
     """A turn to be sampled."""
 
     ids: list[int]
@@ -135,7 +135,7 @@ class Engine(Protocol):
             EngineUnavailable: no answer.
         """
 
-    def generate(self, request: Request, /, *, seconds: float) -> Answer:
+    def generate(self, request: TurnRequest, /, *, seconds: float) -> Answer:
         """Sample a turn; see `checked` for the answer.
 
         Raises:
@@ -179,7 +179,7 @@ class Engine(Protocol):
         """
 
 
-def checked(answer: Answer, request: Request, *, engine: str, vocabulary: int) -> Answer:
+def checked(answer: Answer, request: TurnRequest, *, engine: str, vocabulary: int) -> Answer:
     """Return an answer if it is one to the request.
 
     Args:

@@ -46,7 +46,7 @@ SLACK = 16
 
 
 class ContextOverflow(RuntimeError):
-    """Raised if a row has no position left for another token; `Session.room` tells so before it happens."""
+    """Raised if a row has no position left for another token; `SamplingSession.room` tells so before it happens."""
 
 
 class StaleSession(RuntimeError):
@@ -101,9 +101,9 @@ class Generator:
         self.context_limit: int = context_limit or model.config.max_position_embeddings
         self.joined = joined
 
-    def open(self, contexts: Sequence[Sequence[int]] = ()) -> Session:
+    def open(self, contexts: Sequence[Sequence[int]] = ()) -> SamplingSession:
         """Open a session whose rows 0, 1, ... begin with `contexts`, the full ids of each so far."""
-        session = Session(self)
+        session = SamplingSession(self)
         for context in contexts:
             session.add(context)
         return session
@@ -115,7 +115,7 @@ def cache_name(model: CausalLM) -> str:
     return "cache" if "cache" in signature(bare.forward).parameters else "past_key_values"
 
 
-class Session:
+class SamplingSession:
     """Conversations continued turn by turn, with keys and values of the tokens that the model has read.
 
     Those are in one store for all rows; a row lists where in it its tokens are, and a fork lists the same places as its

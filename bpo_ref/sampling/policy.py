@@ -14,7 +14,7 @@ import gymnasium as gym
 
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.packing import common_prefix
-from bpo_ref.sampling.backends import Backend, Conversations
+from bpo_ref.sampling.backends import Conversations, SamplingBackend
 from bpo_ref.sampling.chat import ChatFormat
 from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import Generation
@@ -183,7 +183,7 @@ class ChatPolicy(ChatPlayer):
         **options: of `ChatPlayer`.
     """
 
-    def __init__(self, generator: Backend, chat: ChatFormat, **options: Any) -> None:
+    def __init__(self, generator: SamplingBackend, chat: ChatFormat, **options: Any) -> None:
         super().__init__(generator.open(), chat, **options)
 
     def __call__(self, contexts: Sequence[Context]) -> list[Action | None]:

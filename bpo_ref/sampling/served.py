@@ -41,8 +41,8 @@ from bpo_ref.sampling.engine import (
     EngineUnavailable,
     Expected,
     OtherWeights,
-    Request,
     Sent,
+    TurnRequest,
     checked,
 )
 from bpo_ref.sampling.generate import (
@@ -143,7 +143,7 @@ class Fleet:
         """Have all engines take up again what they had before `sleep`."""
         self._on_each([partial(engine.wake, seconds=self.seconds) for engine in self.engines])
 
-    def ask(self, requests: Sequence[Request], *, places: Sequence[int]) -> list[Answer]:
+    def ask(self, requests: Sequence[TurnRequest], *, places: Sequence[int]) -> list[Answer]:
         """Get the answers to requests, all at the same time.
 
         Each is asked of the engine at its place or, where that fails, of the next ones.
@@ -154,11 +154,11 @@ class Fleet:
         asked = [partial(self._ask, request, place) for request, place in zip(requests, places, strict=True)]
         return at_once(asked, most=MOST_REQUESTS)
 
-    async def answer(self, request: Request, *, place: int) -> Answer:
+    async def answer(self, request: TurnRequest, *, place: int) -> Answer:
         """Get the answer to one request, beside others; see `ask`. A call that is cancelled gives it up."""
         return await in_thread(partial(self._ask, request, place))
 
-    def _ask(self, request: Request, place: int, stop: threading.Event) -> Answer:
+    def _ask(self, request: TurnRequest, place: int, stop: threading.Event) -> Answer:
         """Get the answer to one request."""
         turn = place
 
@@ -429,7 +429,7 @@ class ServedSession:
         (generation,) = self._taken([row], [answer])
         return generation
 
-    def _requests(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None) -> list[Request]:
+    def _requests(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None) -> list[TurnRequest]:
         """Requests for the next turns of rows, after all checks."""
         backend = self._backend
         moved = not backend.pinned and weights_version(backend.model) != self._weights
@@ -464,9 +464,9 @@ class ServedSession:
             turns.append(Generation(answer.ids, known[0], known[1], truncated, answer.logps))
         return turns
 
-    def _request(self, row: int, seed: int, *, greedy: bool) -> Request:
+    def _request(self, row: int, seed: int, *, greedy: bool) -> TurnRequest:
         backend = self._backend
-        return Request(
+        return TurnRequest(
             ids=self.context(row),
             version=self._version,
             stop_ids=backend.stop_ids,

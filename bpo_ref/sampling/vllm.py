@@ -30,9 +30,9 @@ from bpo_ref.sampling.engine import (
     EngineUnavailable,
     Expected,
     OtherWeights,
-    Request,
     Sent,
     Span,
+    TurnRequest,
     WrongEngine,
 )
 
@@ -149,7 +149,7 @@ class VllmEngine:
         """
         self._call("GET", "/health", None, time.monotonic() + seconds, plain=True)
 
-    def generate(self, request: Request, *, seconds: float) -> Answer:
+    def generate(self, request: TurnRequest, *, seconds: float) -> Answer:
         """Sample a turn; see `Engine.generate`."""
         end = time.monotonic() + seconds
         sampling = EVERYTHING | {

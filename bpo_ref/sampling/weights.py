@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.checkpoint import replaced
 from bpo_ref.learning.models import CausalLM, load_policy
-from bpo_ref.sampling.engine import Engine, EngineError, Request, Sent, checked
+from bpo_ref.sampling.engine import Engine, EngineError, Sent, TurnRequest, checked
 from bpo_ref.sampling.generate import evaluating, score, weights_version
 from bpo_ref.sampling.served import Fleet, Verify
 
@@ -199,7 +199,7 @@ class Proof:
         apart: list[float] = []
         for seed, row in enumerate(self.rows):
             key = uuid.uuid4().hex
-            request = Request(list(row), version, (), self.tokens, self.temperature, seed, key, adapter)
+            request = TurnRequest(list(row), version, (), self.tokens, self.temperature, seed, key, adapter)
             answer = engine.generate(request, seconds=self.seconds)
             checked(answer, request, engine=engine.name, vocabulary=model.config.vocab_size)
             with torch.no_grad(), evaluating(model):

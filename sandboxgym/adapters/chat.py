@@ -74,7 +74,7 @@ class _Passing(Exception):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ChatAnswer:
     """Answer of the model, and its cost."""
 
     content: str
@@ -156,7 +156,7 @@ class ChatClient:
             for connection in self._open:
                 _cut(connection)
 
-    def complete(self, messages: Sequence[Mapping[str, str]], *, seed: int) -> Answer:
+    def complete(self, messages: Sequence[Mapping[str, str]], *, seed: int) -> ChatAnswer:
         """The model's answer to a conversation.
 
         Raises:
@@ -275,7 +275,7 @@ class ChatClient:
             text = text.replace(self._key, "(the key)")
         return text if len(text) <= 300 else f"{text[:300]}…"
 
-    def _read(self, content: bytes, attempts: int) -> Answer:
+    def _read(self, content: bytes, attempts: int) -> ChatAnswer:
         """The answer in a response."""
         try:
             if len(content) > LONGEST_ANSWER:
@@ -293,7 +293,7 @@ class ChatClient:
         usage = usage if isinstance(usage, Mapping) else {}
         with self._lock:
             self.answered += 1
-        return Answer(
+        return ChatAnswer(
             text or "",
             str(choice.get("finish_reason") or ""),
             str(told.get("model") or ""),

@@ -93,12 +93,12 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
         await self.ensure_dirs(["/logs/agent", "/logs/verifier", "/logs/artifacts"])
 
     def _start(self) -> None:
-        from sandboxgym.envs.harbor.images import Settings, start_of
+        from sandboxgym.envs.harbor.images import HarborSettings, start_of
         from sandboxgym.envs.harbor.tasks import read_task
 
         task = read_task(Path(self.environment_dir).absolute().parent)
         online = self.network_policy.network_mode != NetworkMode.NO_NETWORK
-        settings = Settings(
+        settings = HarborSettings(
             network=online,
             offline_tests=not online,
             limits={"seconds": _PATIENCE},

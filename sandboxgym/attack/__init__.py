@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from sandboxgym.attack.attempt import GROUPS, VERDICTS, Attempt, AttemptOutcome, NotApplicable
-from sandboxgym.attack.report import Report
+from sandboxgym.attack.report import AttackReport
 from sandboxgym.attack.run import BACKENDS, SAMPLE, attack, attempts, matching
 
 __all__ = [
@@ -20,10 +20,10 @@ __all__ = [
     "GROUPS",
     "SAMPLE",
     "VERDICTS",
+    "AttackReport",
     "Attempt",
     "AttemptOutcome",
     "NotApplicable",
-    "Report",
     "attack",
     "attempts",
     "matching",

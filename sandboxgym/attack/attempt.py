@@ -27,21 +27,21 @@ class NotApplicable(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class Observed:
     """Observation of an attempt, before it is compared with the declarations."""
 
     passed: bool
     detail: str
 
 
-def blocked(detail: str) -> Seen:
+def blocked(detail: str) -> Observed:
     """Observation of an attempt that was made and failed."""
-    return Seen(False, detail)
+    return Observed(False, detail)
 
 
-def passed(detail: str) -> Seen:
+def passed(detail: str) -> Observed:
     """Observation of an attempt that succeeded."""
-    return Seen(True, detail)
+    return Observed(True, detail)
 
 
 def never(_: Capabilities) -> bool:
@@ -57,7 +57,7 @@ class Attempt:
     """Unique, ``"group/words"``."""
     about: str
     """An attacker's gain if it passes, as a clause with a verb: "changes the mode of the host's /dev/full"."""
-    run: Callable[[Stage], Seen]
+    run: Callable[[Stage], Observed]
     """Function that makes the attempt.
 
     Raises:

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, leaves_open, passed
+from sandboxgym.attack.attempt import Attempt, NotApplicable, Observed, blocked, leaves_open, passed
 from sandboxgym.attack.stage import Stage
 from sandboxgym.sandbox.base import Capabilities, SandboxError
 
@@ -28,18 +28,18 @@ Declared = Callable[[Capabilities], bool]
 ESCAPES: list[Attempt] = []
 
 
-def add(name: str, about: str, run: Callable[[Stage], Seen], declared: Declared | None = None) -> None:
+def add(name: str, about: str, run: Callable[[Stage], Observed], declared: Declared | None = None) -> None:
     """Register an attempt to escape."""
     name = f"escape/{name}"
     ESCAPES.append(Attempt(name, about, run) if declared is None else Attempt(name, about, run, declared))
 
 
-def by_request(do: str, **arguments: Any) -> Callable[[Stage], Seen]:
+def by_request(do: str, **arguments: Any) -> Callable[[Stage], Observed]:
     """Make one request, judged by its answer."""
     return lambda stage: stage.prober().ask(do, **arguments).seen()
 
 
-def about_host(do: str, ask: Callable[[Stage], dict[str, Any]]) -> Callable[[Stage], Seen]:
+def about_host(do: str, ask: Callable[[Stage], dict[str, Any]]) -> Callable[[Stage], Observed]:
     """Make one request about an object of the host."""
     return lambda stage: stage.prober().ask(do, **ask(stage)).seen()
 
@@ -72,8 +72,8 @@ def _put_back(path: str) -> Iterator[os.stat_result]:
                 os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-def _metadata(path: str, what: str, host: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _metadata(path: str, what: str, host: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         if not os.path.exists(host):
             raise NotApplicable(f"the host has no {host}")
         with _only_one(), _put_back(host) as before:
@@ -132,7 +132,7 @@ for _mask in _MASKS:
     )
 
 
-def _remove_node(stage: Stage) -> Seen:
+def _remove_node(stage: Stage) -> Observed:
     before = os.stat("/dev/full").st_ino
     with stage.alone() as prober:
         done = prober.sandbox.run("rm -f /dev/full; mv /dev/zero /dev/full; ln -sf /etc/passwd /dev/random; ls /dev")
@@ -147,8 +147,8 @@ add("device-removed", "removes device nodes of the host", _remove_node)
 # Locks and notifications on files that the host has too
 
 
-def _lock(path: str, kind: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _lock(path: str, kind: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         host = os.path.realpath(path)
         if not os.path.exists(host):
             raise NotApplicable(f"the host has no {path}")
@@ -166,8 +166,8 @@ def _lock(path: str, kind: str) -> Callable[[Stage], Seen]:
     return _one_at_a_time(run)
 
 
-def _one_at_a_time(run: Callable[[Stage], Seen]) -> Callable[[Stage], Seen]:
-    def alone(stage: Stage) -> Seen:
+def _one_at_a_time(run: Callable[[Stage], Observed]) -> Callable[[Stage], Observed]:
+    def alone(stage: Stage) -> Observed:
         with _only_one():
             return run(stage)
 
@@ -205,8 +205,8 @@ for _path in ("/dev/full", "/usr/bin/env"):
         )
 
 
-def _watch(path: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _watch(path: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         if not os.path.exists(path):
             raise NotApplicable(f"the host has no {path}")
         prober = stage.prober()
@@ -250,8 +250,8 @@ for _kind, _major, _minor, _thing in (
         )
 
 
-def _host_file(path: str, *, write: bool = False, read_bytes: int = 0) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _host_file(path: str, *, write: bool = False, read_bytes: int = 0) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         if not os.path.exists(path):
             raise NotApplicable(f"the host has no {path}")
         return stage.prober().ask("open", path=path, write=write, read_bytes=read_bytes).seen()
@@ -351,8 +351,8 @@ add(
 )
 
 
-def _write(path: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _write(path: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         reply = stage.prober().ask("write_below", path=path)
         reply.need()
         if not reply.worked:
@@ -376,7 +376,7 @@ for _pid in ("self", "1"):
     add(f"executable-of-{_pid}", f"overwrites the program of process {_pid}", by_request("own_executable", pid=_pid))
 
 
-def _tells(stage: Stage) -> Seen:
+def _tells(stage: Stage) -> Observed:
     backend = stage.prober().sandbox.backend
     words = [os.fspath(backend.control), f"-{os.getpid()}-"]
     return stage.prober().ask("path_tells", words=words).seen()
@@ -393,8 +393,8 @@ add(
 # Files through the owner: what it does on behalf of the sandbox must stay inside
 
 
-def _read_through(trap: str, path: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _read_through(trap: str, path: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         sandbox = stage.prober().sandbox
         sandbox.run(trap.format(secret=stage.host.secret, folder=os.path.dirname(stage.host.secret)))
         try:
@@ -408,8 +408,8 @@ def _read_through(trap: str, path: str) -> Callable[[Stage], Seen]:
     return run
 
 
-def _write_through(trap: str, path: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _write_through(trap: str, path: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         sandbox, victim = stage.prober().sandbox, f"{stage.host.secret}-victim"
         with open(victim, "w") as file:
             file.write("as it was")
@@ -441,7 +441,7 @@ for _name, _trap, _path in (
     add(f"owner-writes-{_name}", f"has the owner write to a file of the host ({_name})", _write_through(_trap, _path))
 
 
-def _control_trap(stage: Stage) -> Seen:
+def _control_trap(stage: Stage) -> Observed:
     """Replace the owner's pipes and scripts by links to a file of the host, then use the shell."""
     victim = f"{stage.host.secret}-control"
     with open(victim, "w") as file:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from sandboxgym.attack.attempt import NotApplicable, Seen, blocked, passed
+from sandboxgym.attack.attempt import NotApplicable, Observed, blocked, passed
 from sandboxgym.attack.calls import CALLS, OF_INIT
 from sandboxgym.attack.escape import CALLS_OPEN, about_host, add, by_request
 from sandboxgym.attack.stage import Stage
@@ -25,8 +25,8 @@ for _call in CALLS:
     )
 
 
-def _of_init(do: str, **arguments: Any) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _of_init(do: str, **arguments: Any) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         if stage.backend == "docker":
             raise NotApplicable("process 1 of a container is one of its own")
         return stage.prober().ask(do, **arguments).seen()
@@ -210,8 +210,8 @@ add("network-configure", "configures network interfaces", by_request("change_int
 # Processes and shared objects of the host and of a neighbour
 
 
-def _keyed(kind: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _keyed(kind: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         if not stage.host.key:
             raise NotApplicable("the host lets no such object be made")
         return stage.prober().ask("system_v", kind=kind, key=stage.host.key).seen()
@@ -267,7 +267,7 @@ add(
 )
 
 
-def _kill_all(stage: Stage) -> Seen:
+def _kill_all(stage: Stage) -> Observed:
     """Send SIGKILL to all visible processes; the host's process and the neighbour must survive."""
     neighbour = stage.prober("neighbour")
     with stage.alone() as prober:
@@ -284,8 +284,8 @@ def _kill_all(stage: Stage) -> Seen:
 add("kill-everything", "kills processes of the host or of a neighbour", _kill_all)
 
 
-def _neighbour(do: str, ask: Callable[[Stage, int], dict[str, Any]]) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _neighbour(do: str, ask: Callable[[Stage, int], dict[str, Any]]) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         neighbour = stage.prober("neighbour")
         port, token = 20000 + stage.host.port % 10000, stage.host.token
         made = neighbour.ask("make_system_v", key=port, token=f"neighbour-{token}")
@@ -334,7 +334,7 @@ add(
 )
 
 
-def _neighbour_control(stage: Stage) -> Seen:
+def _neighbour_control(stage: Stage) -> Observed:
     control = os.fspath(stage.prober("neighbour").sandbox.backend.control)
     reply = stage.prober().ask("open", path=control, write=False, read_bytes=0)
     reply.need()

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, passed
+from sandboxgym.attack.attempt import Attempt, NotApplicable, Observed, blocked, passed
 from sandboxgym.attack.limits import _alive
 from sandboxgym.attack.prober import Prober
 from sandboxgym.attack.stage import MIB, OwnerProcess, Stage
@@ -132,8 +132,8 @@ def _within(path: str, place: str) -> bool:
     return path.startswith(place.rstrip("/") + "/")
 
 
-def _mark(place: str, end: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _mark(place: str, end: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         left, again = _search(stage, end)
         mine, back = _of(place, left), _of(place, again)
         if back:
@@ -187,8 +187,8 @@ _STATE = {
 }
 
 
-def _state(kind: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _state(kind: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         key = "left-state"
         sandbox: Sandbox | None = stage.notes.get(key)
         if sandbox is None or sandbox.closed:
@@ -273,8 +273,8 @@ def _containers(names: list[str]) -> list[str]:
         ]
 
 
-def _after_close(kind: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _after_close(kind: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         word = f"left-{secrets.token_hex(6)}"
         sandbox = stage.sandbox(disk=64 * MIB, processes=200)
         control = Path(sandbox.backend.control)
@@ -299,8 +299,8 @@ def _after_close(kind: str) -> Callable[[Stage], Seen]:
     return run
 
 
-def _after_kill(kind: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _after_kill(kind: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         owner = OwnerProcess(stage.backend, stage.image)
         try:
             owner.tell("hold", kind)
@@ -320,7 +320,7 @@ def _after_kill(kind: str) -> Callable[[Stage], Seen]:
     return run
 
 
-def _look(stage: Stage, word: str, directories: list[Path], groups: list[str], names: list[str]) -> Seen:
+def _look(stage: Stage, word: str, directories: list[Path], groups: list[str], names: list[str]) -> Observed:
     if stage.backend != "docker" and (left := _until(lambda: _alive(word), _GONE_SECONDS)):
         return passed(f"{len(left)} processes still run after their owner")
     # Another process may be reaping just now, and is then left to it.

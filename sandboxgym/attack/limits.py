@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
-from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, either, leaves_open, passed, unlimited
+from sandboxgym.attack.attempt import Attempt, NotApplicable, Observed, blocked, either, leaves_open, passed, unlimited
 from sandboxgym.attack.inside.disk import WAYS
 from sandboxgym.attack.inside.load import MEANS
 from sandboxgym.attack.prober import ARCHIVE, FOLDER, SOURCES, Prober, ProberLost
@@ -48,8 +48,8 @@ def _why(sandbox: Sandbox) -> str:
 # Memory
 
 
-def _memory(how: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _memory(how: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         megabytes = 160
         with stage.alone(memory=_MEMORY * MIB, processes=400) as prober:
             try:
@@ -78,15 +78,15 @@ for _how in MEANS:
 # Disk
 
 
-def _disk(how: str, folder: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _disk(how: str, folder: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         with stage.alone(disk=_DISK * MIB, memory=256 * MIB) as prober:
             return _judge_disk(prober, "take_disk", {"how": how, "folder": folder, "megabytes": 96, "pause": 0.05})
 
     return run
 
 
-def _judge_disk(prober: Prober, do: str, arguments: dict[str, object]) -> Seen:
+def _judge_disk(prober: Prober, do: str, arguments: dict[str, object]) -> Observed:
     try:
         reply = prober.ask(do, seconds=20, **arguments)
     except ProberLost:
@@ -115,7 +115,7 @@ for _folder in ("/root", "/dev/shm", CONTROL):
         )
 
 
-def _attributes(stage: Stage) -> Seen:
+def _attributes(stage: Stage) -> Observed:
     with stage.alone(disk=_DISK * MIB) as prober:
         return _judge_disk(prober, "attributes", {"folder": "/root", "megabytes": 72})
 
@@ -131,8 +131,8 @@ LIMITS_ATTEMPTS.append(
 )
 
 
-def _at_once(keep_size: bool) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _at_once(keep_size: bool) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         with stage.alone(disk=_DISK * MIB) as prober:
             try:
                 reply = prober.ask("at_once", folder="/root", megabytes=192, keep_size=keep_size)
@@ -162,8 +162,8 @@ def _unlimited_files(capabilities: Capabilities) -> bool:
     )
 
 
-def _files(what: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _files(what: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         with stage.alone(disk=64 * MIB, files=2000) as prober:
             return _judge_disk(prober, "many_files", {"folder": "/root", "number": 4000, "what": what})
 
@@ -183,10 +183,10 @@ for _what in ("files", "directories", "links"):
     )
 
 
-def _innocent(folder: str) -> Callable[[Stage], Seen]:
+def _innocent(folder: str) -> Callable[[Stage], Observed]:
     """Run a neighbour that keeps to its limit, while another writes more than its own."""
 
-    def run(stage: Stage) -> Seen:
+    def run(stage: Stage) -> Observed:
         innocent = stage.sandbox(disk=_DISK * MIB)
         try:
             innocent.run("head -c 15000000 /dev/urandom > /root/mine")
@@ -222,8 +222,8 @@ for _folder in ("/root", CONTROL):
 # Processes
 
 
-def _processes(how: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _processes(how: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         with stage.alone(processes=_PROCESSES) as prober:
             try:
                 reply = prober.ask("take_processes", how=how, at_most=120, seconds=10)
@@ -264,8 +264,8 @@ def _alive(word: str) -> list[int]:
     return found
 
 
-def _time(how: str, by: str) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _time(how: str, by: str) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         chain = "chain" in how
         sandbox = stage.prober().sandbox
         word = f"outlive-{how}-{by}-{stage.host.token}"
@@ -324,13 +324,13 @@ print("ready", flush=True)
 sys.stdin.readline()
 try:
     print(shared._one_more(sys.argv[2]).verdict, flush=True)
-except (answers.Answer, OSError) as error:
+except (answers.AttemptAnswer, OSError) as error:
     print("none:", error, flush=True)
 """
 
 
-def _exhaust(what: str, at_most: int, processes: int) -> Callable[[Stage], Seen]:
-    def run(stage: Stage) -> Seen:
+def _exhaust(what: str, at_most: int, processes: int) -> Callable[[Stage], Observed]:
+    def run(stage: Stage) -> Observed:
         neighbour = stage.prober("neighbour")
         probe = "one asynchronous I/O context" if "asynchronous" in what else what
         before = neighbour.ask("one_more", what=probe)

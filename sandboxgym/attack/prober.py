@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.attack.attempt import NotApplicable, Seen, blocked, passed
+from sandboxgym.attack.attempt import NotApplicable, Observed, blocked, passed
 from sandboxgym.attack.inside.answers import ABSENT, MARK, SECONDS, WORKED
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox
@@ -51,7 +51,7 @@ class Reply:
         """True if the attempt succeeded, as seen from inside."""
         return self.verdict == WORKED
 
-    def seen(self) -> Seen:
+    def seen(self) -> Observed:
         """Observation from inside, for attempts without an effect outside.
 
         Raises:

@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, field
 from sandboxgym.attack.attempt import GROUPS, VERDICTS, AttemptOutcome
 
 BEGIN, END = "<!-- doctor --attack: begin -->", "<!-- doctor --attack: end -->"
-"""Marks of the part of a page that `Report.markdown` writes."""
+"""Marks of the part of a page that `AttackReport.markdown` writes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class AttackReport:
     """Outcomes of all attempts."""
 
     outcomes: tuple[AttemptOutcome, ...]

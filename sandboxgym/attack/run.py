@@ -17,7 +17,7 @@ from functools import cache
 from sandboxgym.attack.attempt import Attempt, AttemptOutcome, NotApplicable, Verdict
 from sandboxgym.attack.image import own_image
 from sandboxgym.attack.prober import ProberLost
-from sandboxgym.attack.report import Report, machine_facts
+from sandboxgym.attack.report import AttackReport, machine_facts
 from sandboxgym.attack.stage import FULL, Stage
 from sandboxgym.sandbox.base import Capabilities, SandboxError, SandboxUnavailable
 from sandboxgym.system import interpreter
@@ -78,7 +78,7 @@ def attack(
     image: str | None = None,
     told: Told = lambda _: None,
     jobs: int | None = None,
-) -> Report:
+) -> AttackReport:
     """Attack throw-away sandboxes of this machine.
 
     Args:
@@ -125,7 +125,7 @@ def attack(
             unavailable |= _side_by_side(wanted, only, image, tell, jobs or 4 * (os.cpu_count() or 1))
     order = {attempt.name: at for at, attempt in enumerate(attempts())}
     outcomes.sort(key=lambda outcome: (BACKENDS.index(outcome.backend), order[outcome.name]))
-    return Report(tuple(outcomes), unavailable, facts, time.monotonic() - began)
+    return AttackReport(tuple(outcomes), unavailable, facts, time.monotonic() - began)
 
 
 def _side_by_side(backends: Sequence[str], only: str, image: str | None, tell: Told, jobs: int) -> dict[str, str]:

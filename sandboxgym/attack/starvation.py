@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sandboxgym import errors
-from sandboxgym.attack.attempt import Attempt, NotApplicable, Seen, blocked, never, passed
+from sandboxgym.attack.attempt import Attempt, NotApplicable, Observed, blocked, never, passed
 from sandboxgym.attack.stage import FULL, KILL_BYTES, MIB, Stage
 from sandboxgym.sandbox.base import CONTROL, Capabilities, SandboxError
 from sandboxgym.sandbox.layers.disk import remove_directories
@@ -346,7 +346,7 @@ def clear(pid: int, seconds: float = 5.0) -> None:
         time.sleep(0.1)
 
 
-def starve(stage: Stage, name: str) -> Seen:
+def starve(stage: Stage, name: str) -> Observed:
     """Have an owner process perform a task, and watch it."""
     owner = stage.owner()
     owner.tell("starve", name)

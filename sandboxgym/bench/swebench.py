@@ -42,7 +42,7 @@ from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.rows import recipes as columns
 from sandboxgym.envs.swebench.rows.tasks import HOST, Task, open_tasks
 from sandboxgym.envs.swebench.workspaces import prepared
-from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
+from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings, forget_prepared, pristine
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.system import interpreter, run_directories
@@ -204,7 +204,7 @@ class Bench:
         self.env: Any = gym.make("sandboxgym/SWEBench-v0", **self.arguments, grade_at=0, max_episode_steps=10**9)
         self._numbers = iter(range(10**9))
         (self.task,) = open_tasks(dataset)
-        self.settings = Settings(backend=backend, allow_unsafe=True)
+        self.settings = WorkspaceSettings(backend=backend, allow_unsafe=True)
         try:
             with self.settings.box(self.task) as box:  # compiles, unpacks, starts what all sandboxes share
                 box.run("true")

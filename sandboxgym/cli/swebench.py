@@ -163,7 +163,7 @@ def _report(failed: list[JobAnswer]) -> int:
     return FAILED if failed else OK
 
 
-def _recorded(options: argparse.Namespace) -> tuple[Path, dict[str, record.Check]]:
+def _recorded(options: argparse.Namespace) -> tuple[Path, dict[str, record.RowCheck]]:
     path = options.record or record.default_path()
     try:
         return path, record.read(path)
@@ -185,7 +185,7 @@ def _print_recorded(options: argparse.Namespace) -> int:
     return FAILED if missing else OK
 
 
-def report(checks: Sequence[record.Check]) -> list[str]:
+def report(checks: Sequence[record.RowCheck]) -> list[str]:
     """Records of rows in Markdown: a table, and a list of rows for each known property."""
     lines = [
         "| row | the solution | no change | seconds | backend | image | checked |",
@@ -213,7 +213,7 @@ def report(checks: Sequence[record.Check]) -> list[str]:
     return lines
 
 
-def _facts(check: record.Check) -> dict[str, bool]:
+def _facts(check: record.RowCheck) -> dict[str, bool]:
     """Known properties of a row, by their description."""
     return {
         "needs network": check.needs_network,
@@ -235,7 +235,7 @@ def _check(options: argparse.Namespace, tasks: list[Task]) -> int:
             failed.append(answer)
             continue
         content = {**answer.result, "gold": tuple(answer.result["gold"]), "empty": tuple(answer.result["empty"])}
-        seen = record.Check(**content)
+        seen = record.RowCheck(**content)
         try:
             record.write(path, [seen])
         except (record.RecordError, OSError) as error:
@@ -245,7 +245,7 @@ def _check(options: argparse.Namespace, tasks: list[Task]) -> int:
     return _report(failed)
 
 
-def _told(seen: record.Check) -> str:
+def _told(seen: record.RowCheck) -> str:
     if seen.needs_network:
         gold = "the solution needs the network"
     else:

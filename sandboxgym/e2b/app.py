@@ -20,7 +20,7 @@ from starlette.routing import Route
 from sandboxgym.brief import brief
 from sandboxgym.e2b import control, envd
 from sandboxgym.e2b.control import Handler
-from sandboxgym.e2b.quotas import Refused
+from sandboxgym.e2b.quotas import RequestRefused
 from sandboxgym.e2b.service import Service, refusal
 from sandboxgym.system.serving import Patience, serve
 
@@ -67,7 +67,7 @@ def make_app(service: Service, *, local_only: bool) -> Any:
         return Response(status_code=204)
 
     async def missing(request: Request, error: Exception) -> Response:
-        return _refused(Refused(404, f"{request.method} {brief(request.url.path, 80)} is not served"))
+        return _refused(RequestRefused(404, f"{request.method} {brief(request.url.path, 80)} is not served"))
 
     routes = [Route(path, controlled(handler), methods=[method]) for method, path, handler in control.ROUTES]
     routes.append(Route("/health", health, methods=["GET"]))
@@ -79,7 +79,9 @@ def make_app(service: Service, *, local_only: bool) -> Any:
             return
         request = Request(scope, receive)
         if local_only and not _is_local(request):
-            response: Any = _refused(Refused(403, "expected a request to this machine's own name, without an origin"))
+            response: Any = _refused(
+                RequestRefused(403, "expected a request to this machine's own name, without an origin")
+            )
         elif (named := envd.name_of(request, service)) is not None:
             response = await envd.answer(request, service, *named)
         else:
@@ -94,7 +96,7 @@ def _is_local(request: Request) -> bool:
     return "origin" not in request.headers and host.removesuffix(f":{host.rpartition(':')[2]}") in _LOCAL
 
 
-def _refused(error: Refused) -> Response:
+def _refused(error: RequestRefused) -> Response:
     headers = {}
     if error.status == 429:
         headers = {"should-retry": "false"} if error.retry is None else {"retry-after": f"{error.retry:.0f}"}

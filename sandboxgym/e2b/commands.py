@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sandboxgym.brief import brief
-from sandboxgym.e2b.connect import Failure
+from sandboxgym.e2b.connect import ServiceError
 from sandboxgym.e2b.messages import Message
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
@@ -92,7 +92,7 @@ def start(sandbox: Sandbox, command: Command, *, home: str, env: Mapping[str, st
         stale: directories of ended commands, which are removed.
 
     Raises:
-        Failure: it cannot be started.
+        ServiceError: it cannot be started.
     """
     config = command.config
     folder = shlex.quote(command.folder)
@@ -100,10 +100,10 @@ def start(sandbox: Sandbox, command: Command, *, home: str, env: Mapping[str, st
     variables = {"HOME": home, **env, **config.get("envs", {})}
     for name in variables:
         if not _NAME.fullmatch(name) or "\0" in variables[name]:
-            raise Failure("invalid_argument", f"expected an environment variable, found {brief(name, 40)}")
+            raise ServiceError("invalid_argument", f"expected an environment variable, found {brief(name, 40)}")
     words = [config.get("cmd", ""), *config.get("args", [])]
     if not words[0] or any("\0" in word for word in words):
-        raise Failure("invalid_argument", f"expected a command, found {brief(words, 80)}")
+        raise ServiceError("invalid_argument", f"expected a command, found {brief(words, 80)}")
     pipes = ["out", "err", "tell", "seen", *(["in"] if command.takes_input else [])]
     # The subshell holds all pipes at both ends until the service has seen the command's end: nothing blocks, breaks or
     # is lost because nobody listens, as in a copy of the sandbox whose pipes are not open yet. Input can only end if
@@ -136,9 +136,13 @@ def start(sandbox: Sandbox, command: Command, *, home: str, env: Mapping[str, st
     with failures():
         result = sandbox.execute(script, timeout=_STARTING)
     if result.exit_code == _NO_FOLDER:
-        raise Failure("invalid_argument", f"cwd: expected a directory, found {brief(config.get('cwd', home), 200)}")
+        raise ServiceError(
+            "invalid_argument", f"cwd: expected a directory, found {brief(config.get('cwd', home), 200)}"
+        )
     if result.exit_code:
-        raise Failure("resource_exhausted", f"the command could not be started: {brief(result.output.strip(), 200)}")
+        raise ServiceError(
+            "resource_exhausted", f"the command could not be started: {brief(result.output.strip(), 200)}"
+        )
 
 
 def _assigned(variables: Mapping[str, str]) -> str:
@@ -161,10 +165,10 @@ def resolved(path: str, home: str) -> str:
     """A path as commands and files take it: relative to the home, which ``~`` names too.
 
     Raises:
-        Failure: it can be no path.
+        ServiceError: it can be no path.
     """
     if "\0" in path or len(path) > 4096:
-        raise Failure("invalid_argument", f"expected a path, found {brief(path, 80)}")
+        raise ServiceError("invalid_argument", f"expected a path, found {brief(path, 80)}")
     if path == "~" or path.startswith("~/"):
         path = home + path[1:]
     return os.path.normpath(os.path.join(home, path)).replace("//", "/", 1) or "/"
@@ -176,7 +180,7 @@ def failures() -> Any:
     try:
         yield
     except SandboxError as error:
-        raise Failure("unavailable", f"the sandbox: {error}") from error
+        raise ServiceError("unavailable", f"the sandbox: {error}") from error
     except OSError as error:
         code = {
             errno.ENOENT: "not_found",
@@ -185,7 +189,9 @@ def failures() -> Any:
             errno.EAGAIN: "resource_exhausted",
             errno.ENOMEM: "resource_exhausted",
         }.get(error.errno or 0, "invalid_argument")
-        raise Failure(code, str(error.strerror or error) + (f": {error.filename}" if error.filename else "")) from error
+        raise ServiceError(
+            code, str(error.strerror or error) + (f": {error.filename}" if error.filename else "")
+        ) from error
 
 
 class Commands:
@@ -217,7 +223,7 @@ class Commands:
     def new(self, config: Message, *, tag: str | None, takes_input: bool) -> Command:
         """Make a command, not started."""
         if len(self._running) >= MOST_COMMANDS:
-            raise Failure("resource_exhausted", f"expected at most {MOST_COMMANDS} running commands")
+            raise ServiceError("resource_exhausted", f"expected at most {MOST_COMMANDS} running commands")
         self._number += 1
         command = Command(self._number, config, tag, takes_input)
         self._running[command.number] = command
@@ -231,7 +237,7 @@ class Commands:
                 "tag" in selector and command.tag == selector["tag"]
             ):
                 return command
-        raise Failure("not_found", f"expected the pid or tag of a running command, found {brief(selector, 80)}")
+        raise ServiceError("not_found", f"expected the pid or tag of a running command, found {brief(selector, 80)}")
 
     def infos(self) -> list[Message]:
         """All commands, as ``ProcessInfo``."""
@@ -399,7 +405,7 @@ class Commands:
         """Events of a command that has started, to its end.
 
         Raises:
-            Failure: the sandbox ended before.
+            ServiceError: the sandbox ended before.
         """
         if command.pid:
             yield {"start": {"pid": command.pid}}
@@ -411,7 +417,7 @@ class Commands:
                 yield {"keepalive": {}}
                 continue
             if "gone" in event:
-                raise Failure("unavailable", "the sandbox ended before the command: it was not found")
+                raise ServiceError("unavailable", "the sandbox ended before the command: it was not found")
             yield event
             if "end" in event:
                 return
@@ -421,26 +427,26 @@ class Commands:
         """Write to a command's input, at the pace at which it reads.
 
         Raises:
-            Failure: it takes none, or none any more.
+            ServiceError: it takes none, or none any more.
         """
         if not command.takes_input:
-            raise Failure("failed_precondition", "the command was started without stdin")
+            raise ServiceError("failed_precondition", "the command was started without stdin")
         left = memoryview(data)
         while left:
             await self._moves.wait()
             if command.ended.is_set():
-                raise Failure("not_found", "the command has ended")
+                raise ServiceError("not_found", "the command has ended")
             try:
                 descriptor = self._open_pipe(f"{command.folder}/in", write=True)
             except OSError as error:
-                raise Failure("failed_precondition", "the command's stdin is closed") from error
+                raise ServiceError("failed_precondition", "the command's stdin is closed") from error
             except SandboxError as error:
-                raise Failure("unavailable", f"the sandbox: {error}") from error
+                raise ServiceError("unavailable", f"the sandbox: {error}") from error
             try:
                 left = left[os.write(descriptor, left[:_CHUNK]) :]
             except BlockingIOError:
                 await asyncio.sleep(0.01)
             except BrokenPipeError as error:
-                raise Failure("failed_precondition", "the command's stdin is closed") from error
+                raise ServiceError("failed_precondition", "the command's stdin is closed") from error
             finally:
                 os.close(descriptor)

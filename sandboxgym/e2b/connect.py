@@ -2,7 +2,7 @@
 
 1. A call is ``POST /PACKAGE.SERVICE/METHOD``. Unary bodies are one message; streams are envelopes, the last of which
    ends the stream and holds its error.
-2. A refused call is answered in the protocol's own form: `Failure` with one of its codes.
+2. A refused call is answered in the protocol's own form: `ServiceError` with one of its codes.
 3. No body is read beyond `LARGEST_MESSAGE`, or waited for longer than `SILENCE`; a stream whose client has gone is
    given up at once.
 """
@@ -50,7 +50,7 @@ _STATUS = {
 }
 
 
-class Failure(Exception):
+class ServiceError(Exception):
     """A call that cannot be done, with one of Connect's codes and a message for its caller."""
 
     def __init__(self, code: str, message: str) -> None:
@@ -63,7 +63,7 @@ class Failure(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ServiceCall:
     """A call as its handler sees it."""
 
     message: Message
@@ -75,12 +75,12 @@ class Call:
     """Messages after the first, where the client streams."""
 
 
-Unary = Callable[[Call], Awaitable[Message]]
-Stream = Callable[[Call], AsyncIterator[Message]]
+Unary = Callable[[ServiceCall], Awaitable[Message]]
+Stream = Callable[[ServiceCall], AsyncIterator[Message]]
 
 
 @dataclass(frozen=True, slots=True)
-class Method:
+class ServiceMethod:
     """A method of a service: message kinds, and whether client and server stream."""
 
     takes: str
@@ -90,7 +90,7 @@ class Method:
     client_streams: bool = False
 
 
-async def serve(request: Request, method: Method) -> Response:
+async def serve(request: Request, method: ServiceMethod) -> Response:
     """Answer one call."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     streams = method.stream is not None or method.client_streams
@@ -102,21 +102,21 @@ async def serve(request: Request, method: Method) -> Response:
     header = "connect-content-encoding" if streams else "content-encoding"
     try:
         if (spoken := request.headers.get("connect-protocol-version", "1")) != "1":
-            raise Failure("invalid_argument", f"expected version 1 of the protocol, found {brief(spoken, 40)}")
+            raise ServiceError("invalid_argument", f"expected version 1 of the protocol, found {brief(spoken, 40)}")
         if request.headers.get(header, "identity") != "identity":
-            raise Failure("unimplemented", f"expected no compression, found {brief(request.headers[header], 40)}")
+            raise ServiceError("unimplemented", f"expected no compression, found {brief(request.headers[header], 40)}")
         seconds = _seconds(request)
         if not streams:
             message = decode(method.takes, await body_of(request, LARGEST_MESSAGE), binary=binary)
-            call = Call(message, seconds, 0.0, _nothing())
+            call = ServiceCall(message, seconds, 0.0, _nothing())
             assert method.unary is not None
             answer = encode(method.gives, await _within(method.unary(call), seconds), binary=binary)
             return Response(answer, media_type=kind)
         messages = _messages(request, method.takes, binary=binary)
         first = await _within(anext(messages, None), SILENCE if seconds is None else min(seconds, SILENCE))
         if first is None:
-            raise Failure("invalid_argument", f"expected a message of {method.takes}, found the end of the stream")
-        call = Call(first, seconds, _keepalive(request), messages)
+            raise ServiceError("invalid_argument", f"expected a message of {method.takes}, found the end of the stream")
+        call = ServiceCall(first, seconds, _keepalive(request), messages)
         if method.stream is None:  # answered when all was read, for a response that is under way reads the request too
             assert method.unary is not None
             answer = encode(method.gives, await _within(method.unary(call), seconds), binary=binary)
@@ -136,13 +136,13 @@ async def body_of(request: Request, limit: int) -> bytes:
     """The body of a request, read to a limit.
 
     Raises:
-        Failure: it is larger.
+        ServiceError: it is larger.
     """
     data = bytearray()
     async for chunk in chunks_of(request):
         data += chunk
         if len(data) > limit:
-            raise Failure("resource_exhausted", f"expected a body of at most {limit:,} bytes, found more")
+            raise ServiceError("resource_exhausted", f"expected a body of at most {limit:,} bytes, found more")
     return bytes(data)
 
 
@@ -150,7 +150,7 @@ async def chunks_of(request: Request) -> AsyncIterator[bytes]:
     """The body of a request as it comes.
 
     Raises:
-        Failure: it is silent for too long.
+        ServiceError: it is silent for too long.
     """
     chunks = request.stream()
     while True:
@@ -160,17 +160,19 @@ async def chunks_of(request: Request) -> AsyncIterator[bytes]:
         except StopAsyncIteration:
             return
         except TimeoutError as error:
-            raise Failure("deadline_exceeded", f"nothing more of the request came for {SILENCE:g} seconds") from error
+            raise ServiceError(
+                "deadline_exceeded", f"nothing more of the request came for {SILENCE:g} seconds"
+            ) from error
         yield chunk
 
 
-def _tell(request: Request, failure: Failure) -> None:
+def _tell(request: Request, failure: ServiceError) -> None:
     """Log a refused stream, whose status says nothing."""
     if failure.code not in ("not_found", "deadline_exceeded"):  # which programs ask for
         tell(request.client, failure.code, f"{request.url.path[:80]}: {failure}")
 
 
-async def _answers(request: Request, method: Method, call: Call, *, binary: bool) -> AsyncIterator[bytes]:
+async def _answers(request: Request, method: ServiceMethod, call: ServiceCall, *, binary: bool) -> AsyncIterator[bytes]:
     end: dict[str, Any] = {}
     try:
         assert method.stream is not None
@@ -200,9 +202,11 @@ async def _messages(request: Request, kind: str, *, binary: bool) -> AsyncIterat
         while len(data) >= 5:
             size = int.from_bytes(data[1:5], "big")
             if data[0] & ~_END:
-                raise Failure("invalid_argument", f"expected an envelope without compression, found flags {data[0]}")
+                raise ServiceError(
+                    "invalid_argument", f"expected an envelope without compression, found flags {data[0]}"
+                )
             if size > LARGEST_MESSAGE:
-                raise Failure(
+                raise ServiceError(
                     "resource_exhausted", f"expected a message of at most {LARGEST_MESSAGE:,} bytes, found {size:,}"
                 )
             if len(data) < 5 + size:
@@ -212,7 +216,7 @@ async def _messages(request: Request, kind: str, *, binary: bool) -> AsyncIterat
             yield decode(kind, bytes(data[5 : 5 + size]), binary=binary)
             del data[: 5 + size]
     if data:
-        raise Failure("invalid_argument", f"expected an envelope, found {len(data)} bytes of one")
+        raise ServiceError("invalid_argument", f"expected an envelope, found {len(data)} bytes of one")
 
 
 async def _within(work: Awaitable[Any], seconds: float | None) -> Any:
@@ -220,7 +224,9 @@ async def _within(work: Awaitable[Any], seconds: float | None) -> Any:
         async with asyncio.timeout(seconds):
             return await work
     except TimeoutError as error:
-        raise Failure("deadline_exceeded", f"the call took more than its time limit of {seconds:g} seconds") from error
+        raise ServiceError(
+            "deadline_exceeded", f"the call took more than its time limit of {seconds:g} seconds"
+        ) from error
 
 
 def _seconds(request: Request) -> float | None:
@@ -228,7 +234,9 @@ def _seconds(request: Request) -> float | None:
     if given is None:
         return None
     if not given.isdecimal() or len(given) > 10:
-        raise Failure("invalid_argument", f"Connect-Timeout-Ms: expected up to 10 digits, found {brief(given, 40)}")
+        raise ServiceError(
+            "invalid_argument", f"Connect-Timeout-Ms: expected up to 10 digits, found {brief(given, 40)}"
+        )
     return int(given) / 1000
 
 
@@ -237,10 +245,10 @@ def _keepalive(request: Request) -> float:
     return float(given) if given.isdecimal() and len(given) < 6 and int(given) else 90.0
 
 
-def _failure(error: Exception, method: Method) -> Failure:
-    if isinstance(error, Failure):
+def _failure(error: Exception, method: ServiceMethod) -> ServiceError:
+    if isinstance(error, ServiceError):
         return error
     if isinstance(error, BadMessage):
-        return Failure("invalid_argument", str(error))
+        return ServiceError("invalid_argument", str(error))
     log.error("a call of %s failed", method.takes, exc_info=error)
-    return Failure("internal", f"the server failed: {type(error).__name__}: {brief(str(error), 200)}")
+    return ServiceError("internal", f"the server failed: {type(error).__name__}: {brief(str(error), 200)}")

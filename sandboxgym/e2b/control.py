@@ -19,9 +19,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from sandboxgym.brief import brief
-from sandboxgym.e2b.connect import Failure, body_of
-from sandboxgym.e2b.quotas import Refused
-from sandboxgym.e2b.service import Box, Kept, Service, Tenant
+from sandboxgym.e2b.connect import ServiceError, body_of
+from sandboxgym.e2b.quotas import RequestRefused
+from sandboxgym.e2b.service import ClientSnapshot, LiveSandbox, Service, Tenant
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
 
 ENVD_VERSION = "0.6.0"
@@ -39,9 +39,9 @@ class Given:
         try:
             value = json.loads(data or b"{}")
         except (ValueError, RecursionError) as error:
-            raise Refused(400, f"expected JSON, found {brief(data, 80)}") from error
+            raise RequestRefused(400, f"expected JSON, found {brief(data, 80)}") from error
         if not isinstance(value, dict):
-            raise Refused(400, f"expected a JSON object, found {brief(value, 80)}")
+            raise RequestRefused(400, f"expected a JSON object, found {brief(value, 80)}")
         self._fields = value
 
     def get(self, name: str, kind: type, default: Any = None) -> Any:
@@ -50,9 +50,9 @@ class Given:
         if value is None:
             return default
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise Refused(400, f"{name}: expected {kind.__name__}, found {brief(value, 80)}")
+            raise RequestRefused(400, f"{name}: expected {kind.__name__}, found {brief(value, 80)}")
         if isinstance(value, str) and "\0" in value:
-            raise Refused(400, f"{name}: expected text without null characters")
+            raise RequestRefused(400, f"{name}: expected text without null characters")
         return value
 
     def texts(self, name: str) -> dict[str, str]:
@@ -60,18 +60,18 @@ class Given:
         value: dict[str, Any] = self.get(name, dict, {})
         for key, text in value.items():
             if not isinstance(text, str) or "\0" in key + text:
-                raise Refused(400, f"{name}.{brief(key, 40)}: expected text, found {brief(text, 80)}")
+                raise RequestRefused(400, f"{name}.{brief(key, 40)}: expected text, found {brief(text, 80)}")
         try:
             json.dumps(value, ensure_ascii=False).encode()
         except UnicodeEncodeError as error:
-            raise Refused(400, f"{name}: expected text, found half of a surrogate pair") from error
+            raise RequestRefused(400, f"{name}: expected text, found half of a surrogate pair") from error
         return value
 
     def none_of(self, names: Mapping[str, str]) -> None:
         """Refuse fields that ask for what is not done here."""
         for name, what in names.items():
             if self._fields.get(name):
-                raise Refused(400, f"{name}: {what} are not supported by this server")
+                raise RequestRefused(400, f"{name}: {what} are not supported by this server")
 
 
 Handler = Callable[[Request, Service, Tenant], Awaitable[Response]]
@@ -80,11 +80,11 @@ Handler = Callable[[Request, Service, Tenant], Awaitable[Response]]
 async def _given(request: Request) -> Given:
     try:
         return Given(await body_of(request, LARGEST_BODY))
-    except Failure as error:
-        raise Refused(413, str(error)) from error
+    except ServiceError as error:
+        raise RequestRefused(413, str(error)) from error
 
 
-def _box(request: Request, service: Service, tenant: Tenant) -> Box:
+def _box(request: Request, service: Service, tenant: Tenant) -> LiveSandbox:
     return service.find(tenant, request.path_params["name"])
 
 
@@ -92,7 +92,7 @@ def _time(seconds: float) -> str:
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def _handle(box: Box) -> dict[str, Any]:
+def _handle(box: LiveSandbox) -> dict[str, Any]:
     return {
         "templateID": box.template,
         "sandboxID": box.id,
@@ -102,7 +102,7 @@ def _handle(box: Box) -> dict[str, Any]:
     }
 
 
-def _listed(box: Box, service: Service) -> dict[str, Any]:
+def _listed(box: LiveSandbox, service: Service) -> dict[str, Any]:
     limits = service.limits
     return {
         "templateID": box.template,
@@ -119,7 +119,7 @@ def _listed(box: Box, service: Service) -> dict[str, Any]:
     }
 
 
-def _detail(box: Box, service: Service) -> dict[str, Any]:
+def _detail(box: LiveSandbox, service: Service) -> dict[str, Any]:
     detail = {
         **_listed(box, service),
         "envdAccessToken": box.token,
@@ -145,7 +145,7 @@ async def create(request: Request, service: Service, tenant: Tenant) -> Response
     given.none_of({"volumeMounts": "volumes", "iam": "identities", "mcp": "MCP gateways", "network": "network rules"})
     # True is what some versions of the library always send: it permits what need not be there.
     if given.get("allow_internet_access", bool) is False and service.network:
-        raise Refused(
+        raise RequestRefused(
             400, "allow_internet_access: the sandboxes of this server have this machine's network, found False"
         )
     resume = given.get("autoResume", dict, {}).get("enabled") is True
@@ -187,14 +187,14 @@ def _moment(text: str | None) -> float:
     try:
         return datetime.fromisoformat(text.replace(" ", "+")).timestamp()
     except (ValueError, OverflowError) as error:
-        raise Refused(400, f"startedAfter: expected a time, found {brief(text, 80)}") from error
+        raise RequestRefused(400, f"startedAfter: expected a time, found {brief(text, 80)}") from error
 
 
 def _page(request: Request, items: list[dict[str, Any]]) -> Response:
     limit, token = (request.query_params.get(name) for name in ("limit", "nextToken"))
     for name, text in (("limit", limit), ("nextToken", token)):
         if text is not None and not (text.isascii() and text.isdecimal() and len(text) < 9):
-            raise Refused(400, f"{name}: expected a number, found {brief(text, 40)}")
+            raise RequestRefused(400, f"{name}: expected a number, found {brief(text, 40)}")
     start, size = int(token or 0), min(int(limit or _PAGE), _PAGE) or _PAGE
     headers = {"x-next-token": str(start + size)} if len(items) > start + size else {}
     return JSONResponse(items[start : start + size], headers=headers)
@@ -216,10 +216,10 @@ async def set_timeout(request: Request, service: Service, tenant: Tenant) -> Res
     box = _box(request, service, tenant)
     seconds = (await _given(request)).get("timeout", int)
     if seconds is None:
-        raise Refused(400, "timeout: expected a number of seconds, found none")
+        raise RequestRefused(400, "timeout: expected a number of seconds, found none")
     service.check_seconds(seconds)
     if box.paused is not None:
-        raise Refused(404, f"sandbox {box.id} is paused")
+        raise RequestRefused(404, f"sandbox {box.id} is paused")
     service.set_deadline(box, seconds)
     return Response(status_code=204)
 
@@ -239,7 +239,7 @@ async def pause(request: Request, service: Service, tenant: Tenant) -> Response:
     box = _box(request, service, tenant)
     given = await _given(request)
     if box.paused is not None:
-        raise Refused(409, f"sandbox {box.id} is paused already")
+        raise RequestRefused(409, f"sandbox {box.id} is paused already")
     snap = await service.pause(box, fully=given.get("memory", bool))
     return Response(status_code=204, headers=_lost(snap.lost))
 
@@ -249,7 +249,7 @@ async def connect(request: Request, service: Service, tenant: Tenant) -> Respons
     box = _box(request, service, tenant)
     given = await _given(request)
     if request.url.path.endswith("/resume") and box.paused is None:
-        raise Refused(409, f"sandbox {box.id} is running already")
+        raise RequestRefused(409, f"sandbox {box.id} is running already")
     seconds = given.get("timeout", int, _DEFAULT_SECONDS)
     was_paused = await service.resume(box, seconds, files_only=given.get("memory", bool) is False)
     return JSONResponse(_handle(box), 201 if was_paused else 200)
@@ -260,12 +260,12 @@ async def fork(request: Request, service: Service, tenant: Tenant) -> Response:
     box = _box(request, service, tenant)
     given = await _given(request)
     made, lost = await service.fork(box, given.get("count", int, 1), given.get("timeout", int, _DEFAULT_SECONDS))
-    results = [{"sandbox": _handle(one)} if isinstance(one, Box) else {"error": _error(one)} for one in made]
+    results = [{"sandbox": _handle(one)} if isinstance(one, LiveSandbox) else {"error": _error(one)} for one in made]
     return JSONResponse(results, 201, headers=_lost(lost))
 
 
 def _error(error: Exception) -> dict[str, Any]:
-    status = error.status if isinstance(error, Refused) else 500
+    status = error.status if isinstance(error, RequestRefused) else 500
     return {"code": status, "message": str(error)}
 
 
@@ -275,12 +275,12 @@ async def snapshot(request: Request, service: Service, tenant: Tenant) -> Respon
     given = await _given(request)
     name = given.get("name", str)
     if name is not None and not (0 < len(name) <= 128 and name.replace("-", "").replace("_", "").isalnum()):
-        raise Refused(400, f"name: expected letters, digits, hyphens and underscores, found {brief(name, 80)}")
+        raise RequestRefused(400, f"name: expected letters, digits, hyphens and underscores, found {brief(name, 80)}")
     kept = await service.snapshot(box, name, fully=given.get("memory", bool))
     return JSONResponse(_info(kept), 201, headers=_lost(kept.snap.lost))
 
 
-def _info(kept: Kept) -> dict[str, Any]:
+def _info(kept: ClientSnapshot) -> dict[str, Any]:
     return {"snapshotID": kept.id, "names": kept.names}
 
 

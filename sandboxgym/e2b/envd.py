@@ -27,10 +27,10 @@ from starlette.responses import JSONResponse, Response
 from sandboxgym.brief import brief
 from sandboxgym.e2b import files
 from sandboxgym.e2b.commands import Command, end_input, signal, start
-from sandboxgym.e2b.connect import LONGEST_STREAM, Call, Failure, Method, body_of, chunks_of, serve
+from sandboxgym.e2b.connect import LONGEST_STREAM, ServiceCall, ServiceError, ServiceMethod, body_of, chunks_of, serve
 from sandboxgym.e2b.messages import Message
-from sandboxgym.e2b.quotas import Refused
-from sandboxgym.e2b.service import Box, Service, refusal
+from sandboxgym.e2b.quotas import RequestRefused
+from sandboxgym.e2b.service import LiveSandbox, Service, refusal
 from sandboxgym.sandbox.base import FileTooLarge, SandboxError, SandboxFull
 from sandboxgym.sandbox.sandbox import Sandbox
 
@@ -83,8 +83,8 @@ async def _answer(request: Request, service: Service, name: str, port: int) -> R
     try:
         box = service.find(None, name)
         if (box.paused is not None and not box.resumes) or await service.has_ended(box):
-            raise Refused(404, f"sandbox {name} does not run")
-    except Refused:
+            raise RequestRefused(404, f"sandbox {name} does not run")
+    except RequestRefused:
         return _plain(502, f"The sandbox {brief(name, 60)} was not found", sandboxId=name)
     if port != PORT:
         return _plain(502, f"The sandbox is running but the port is not open: only {PORT} is served", sandboxId=name)
@@ -106,7 +106,7 @@ async def _answer(request: Request, service: Service, name: str, port: int) -> R
                 pass
         if path == "/files" and request.method in ("GET", "POST"):
             return await _files(request, service, box)
-    except Refused as error:
+    except RequestRefused as error:
         return _plain(502 if error.status == 404 else error.status, f"{error}: the sandbox was not found")
     method = _Session(service, box, request).methods().get(path)
     if method is None or request.method != "POST":
@@ -121,32 +121,32 @@ def _plain(status: int, message: str, **more: Any) -> Response:
 class _Session:
     """The methods of a sandbox's daemon, for one request."""
 
-    def __init__(self, service: Service, box: Box, request: Request) -> None:
+    def __init__(self, service: Service, box: LiveSandbox, request: Request) -> None:
         self.service, self.box = service, box
         self.user = _user_of(request)
 
-    def methods(self) -> dict[str, Method]:
+    def methods(self) -> dict[str, ServiceMethod]:
         """All methods, by path."""
         process = {
-            "List": Method("Empty", "ListResponse", self.list),
-            "Start": Method("StartRequest", "StartResponse", stream=self.start),
-            "Connect": Method("ConnectRequest", "StartResponse", stream=self.connect),
-            "Update": Method("UpdateRequest", "Empty", self.update),
-            "SendInput": Method("SendInputRequest", "Empty", self.send_input),
-            "StreamInput": Method("StreamInputRequest", "Empty", self.stream_input, client_streams=True),
-            "SendSignal": Method("SendSignalRequest", "Empty", self.send_signal),
-            "CloseStdin": Method("CloseStdinRequest", "Empty", self.close_input),
+            "List": ServiceMethod("Empty", "ListResponse", self.list),
+            "Start": ServiceMethod("StartRequest", "StartResponse", stream=self.start),
+            "Connect": ServiceMethod("ConnectRequest", "StartResponse", stream=self.connect),
+            "Update": ServiceMethod("UpdateRequest", "Empty", self.update),
+            "SendInput": ServiceMethod("SendInputRequest", "Empty", self.send_input),
+            "StreamInput": ServiceMethod("StreamInputRequest", "Empty", self.stream_input, client_streams=True),
+            "SendSignal": ServiceMethod("SendSignalRequest", "Empty", self.send_signal),
+            "CloseStdin": ServiceMethod("CloseStdinRequest", "Empty", self.close_input),
         }
         filesystem = {
-            "Stat": Method("PathRequest", "EntryResponse", self.stat),
-            "ListDir": Method("ListDirRequest", "ListDirResponse", self.list_directory),
-            "MakeDir": Method("PathRequest", "EntryResponse", self.make_directory),
-            "Move": Method("MoveRequest", "EntryResponse", self.move),
-            "Remove": Method("PathRequest", "Empty", self.remove),
-            "CreateWatcher": Method("WatchRequest", "WatcherResponse", self.create_watcher),
-            "GetWatcherEvents": Method("WatcherRequest", "WatcherEvents", self.watcher_events),
-            "RemoveWatcher": Method("WatcherRequest", "Empty", self.remove_watcher),
-            "WatchDir": Method("WatchRequest", "WatchDirResponse", stream=self.watch),
+            "Stat": ServiceMethod("PathRequest", "EntryResponse", self.stat),
+            "ListDir": ServiceMethod("ListDirRequest", "ListDirResponse", self.list_directory),
+            "MakeDir": ServiceMethod("PathRequest", "EntryResponse", self.make_directory),
+            "Move": ServiceMethod("MoveRequest", "EntryResponse", self.move),
+            "Remove": ServiceMethod("PathRequest", "Empty", self.remove),
+            "CreateWatcher": ServiceMethod("WatchRequest", "WatcherResponse", self.create_watcher),
+            "GetWatcherEvents": ServiceMethod("WatcherRequest", "WatcherEvents", self.watcher_events),
+            "RemoveWatcher": ServiceMethod("WatcherRequest", "Empty", self.remove_watcher),
+            "WatchDir": ServiceMethod("WatchRequest", "WatchDirResponse", stream=self.watch),
         }
         return {
             **{f"/process.Process/{name}": method for name, method in process.items()},
@@ -158,20 +158,20 @@ class _Session:
         try:
             async with self.service.using(self.box) as sandbox:
                 return await self.service.work(function, sandbox, *arguments, **options)
-        except Refused as error:
+        except RequestRefused as error:
             raise _failure(error) from error
 
     # Processes
 
-    async def list(self, call: Call) -> Message:
+    async def list(self, call: ServiceCall) -> Message:
         """List all running commands."""
         return {"processes": self.box.commands.infos()}
 
-    async def start(self, call: Call) -> AsyncIterator[Message]:
+    async def start(self, call: ServiceCall) -> AsyncIterator[Message]:
         """Start a command and stream its events; it is killed when the client's time limit is over."""
         message = call.message
         if "pty" in message:
-            raise Failure("unimplemented", "terminals are not served: start the command without pty")
+            raise ServiceError("unimplemented", "terminals are not served: start the command without pty")
         config = message.get("process", {})
         home = files.home_of(self.user)
         env = {
@@ -195,9 +195,9 @@ class _Session:
                 except BaseException as error:  # a call that is cancelled, too: its command must not stay listed
                     commands.end(command, None)
                     if isinstance(error, TimeoutError):
-                        raise Failure("unavailable", "the command did not start in time") from error
+                        raise ServiceError("unavailable", "the command did not start in time") from error
                     raise
-        except Refused as error:
+        except RequestRefused as error:
             raise _failure(error) from error
         if call.seconds is not None and not command.ended.is_set():
             ending = asyncio.get_running_loop().create_task(self._end_late(command, call.seconds))
@@ -213,59 +213,61 @@ class _Session:
         except TimeoutError:
             try:
                 await self._use(signal, command.pid, 9)
-            except Failure as error:
+            except ServiceError as error:
                 log.info("a command was not killed at its time limit: %s", error)
 
-    async def connect(self, call: Call) -> AsyncIterator[Message]:
+    async def connect(self, call: ServiceCall) -> AsyncIterator[Message]:
         """Stream the events of a running command from now on."""
         command = self.box.commands.find(call.message.get("process"))
         async for event in self._events(call, command, self.box.commands.join(command)):
             yield event
 
-    async def _events(self, call: Call, command: Command, client: asyncio.Queue[Message]) -> AsyncIterator[Message]:
+    async def _events(
+        self, call: ServiceCall, command: Command, client: asyncio.Queue[Message]
+    ) -> AsyncIterator[Message]:
         commands = self.box.commands
         try:
             async with asyncio.timeout(LONGEST_STREAM if call.seconds is None else call.seconds):
                 async for event in commands.events(command, client, keepalive=call.keepalive):
                     yield {"event": event}
         except TimeoutError as error:
-            raise Failure("deadline_exceeded", "the time limit of the stream is over") from error
+            raise ServiceError("deadline_exceeded", "the time limit of the stream is over") from error
         finally:
             commands.leave(command, client)
 
-    async def update(self, call: Call) -> Message:
+    async def update(self, call: ServiceCall) -> Message:
         """Refuse to change a terminal's size: there are none."""
-        raise Failure("unimplemented", "terminals are not served")
+        raise ServiceError("unimplemented", "terminals are not served")
 
     async def _write(self, command: Command, given: Message | None) -> None:
         given = given or {}
         if "pty" in given:
-            raise Failure("unimplemented", "terminals are not served")
+            raise ServiceError("unimplemented", "terminals are not served")
         await self.box.commands.write(command, base64.b64decode(given.get("stdin", "")))
 
-    async def send_input(self, call: Call) -> Message:
+    async def send_input(self, call: ServiceCall) -> Message:
         """Write to a command's input."""
         command = self.box.commands.find(call.message.get("process"))
         await self._write(command, call.message.get("input"))
         return {}
 
-    async def stream_input(self, call: Call) -> Message:
+    async def stream_input(self, call: ServiceCall) -> Message:
         """Write a stream of messages to a command's input."""
         if "start" not in call.message:
-            raise Failure("invalid_argument", "expected the start of the stream first")
+            raise ServiceError("invalid_argument", "expected the start of the stream first")
         command = self.box.commands.find(call.message["start"].get("process"))
         async for message in call.rest:
             if "data" in message:
                 await self._write(command, message["data"].get("input"))
         return {}
 
-    async def send_signal(self, call: Call) -> Message:
+    async def send_signal(self, call: ServiceCall) -> Message:
         """Send SIGTERM or SIGKILL to a command with its process group."""
         command = self.box.commands.find(call.message.get("process"))
         numbers = {"SIGNAL_SIGTERM": 15, "SIGNAL_SIGKILL": 9}
         number = numbers.get(call.message.get("signal", ""))
         if number is None:
-            raise Failure("invalid_argument", f"signal: expected {' or '.join(numbers)}, found none")
+            raise ServiceError("invalid_argument", f"signal: expected {' or '.join(numbers)}, found none")
         await self._use(signal, command.pid, number)
         if number == 9:  # which nothing survives: whoever asks next shall not find it
             with contextlib.suppress(TimeoutError):
@@ -273,58 +275,58 @@ class _Session:
                     await command.ended.wait()
         return {}
 
-    async def close_input(self, call: Call) -> Message:
+    async def close_input(self, call: ServiceCall) -> Message:
         """End a command's input."""
         command = self.box.commands.find(call.message.get("process"))
         if not command.holder:
-            raise Failure("failed_precondition", "the command was started without stdin")
+            raise ServiceError("failed_precondition", "the command was started without stdin")
         holder, command.holder = command.holder, 0
         await self._use(end_input, holder)
         return {}
 
     # The file system
 
-    def _path(self, call: Call, name: str = "path") -> str:
+    def _path(self, call: ServiceCall, name: str = "path") -> str:
         return files.inside(call.message.get(name), self.user)
 
-    async def stat(self, call: Call) -> Message:
+    async def stat(self, call: ServiceCall) -> Message:
         """Describe one entry of the file system."""
         return {"entry": await self._use(files.entry, self._path(call))}
 
-    async def list_directory(self, call: Call) -> Message:
+    async def list_directory(self, call: ServiceCall) -> Message:
         """List the entries of a directory."""
         return {"entries": await self._use(files.entries, self._path(call), call.message.get("depth", 1))}
 
-    async def make_directory(self, call: Call) -> Message:
+    async def make_directory(self, call: ServiceCall) -> Message:
         """Make a directory."""
         return {"entry": await self._use(files.make_directory, self._path(call))}
 
-    async def move(self, call: Call) -> Message:
+    async def move(self, call: ServiceCall) -> Message:
         """Rename an entry."""
         return {"entry": await self._use(files.move, self._path(call, "source"), self._path(call, "destination"))}
 
-    async def remove(self, call: Call) -> Message:
+    async def remove(self, call: ServiceCall) -> Message:
         """Remove an entry."""
         await self._use(files.remove, self._path(call))
         return {}
 
-    async def create_watcher(self, call: Call) -> Message:
+    async def create_watcher(self, call: ServiceCall) -> Message:
         """Remember what a directory contains."""
         if len(self.box.watchers) >= MOST_WATCHERS:
-            raise Failure("resource_exhausted", f"expected at most {MOST_WATCHERS} watchers")
+            raise ServiceError("resource_exhausted", f"expected at most {MOST_WATCHERS} watchers")
         path, recursive = self._path(call), call.message.get("recursive", False)
         found = await self._use(files.listing, path, recursive=recursive)
         name = secrets.token_hex(8)
         self.box.watchers[name] = (path, recursive, found)
         return {"watcherId": name}
 
-    def _watcher(self, call: Call) -> str:
+    def _watcher(self, call: ServiceCall) -> str:
         name = str(call.message.get("watcherId", ""))
         if name not in self.box.watchers:
-            raise Failure("not_found", f"watcher {brief(name, 40)} not found")
+            raise ServiceError("not_found", f"watcher {brief(name, 40)} not found")
         return name
 
-    async def watcher_events(self, call: Call) -> Message:
+    async def watcher_events(self, call: ServiceCall) -> Message:
         """Changes in a directory since it was asked last."""
         name = self._watcher(call)
         path, recursive, before = self.box.watchers[name]
@@ -333,12 +335,12 @@ class _Session:
             self.box.watchers[name] = (path, recursive, after)
         return {"events": files.changes(before, after)}
 
-    async def remove_watcher(self, call: Call) -> Message:
+    async def remove_watcher(self, call: ServiceCall) -> Message:
         """Forget a watcher."""
         self.box.watchers.pop(self._watcher(call), None)
         return {}
 
-    async def watch(self, call: Call) -> AsyncIterator[Message]:
+    async def watch(self, call: ServiceCall) -> AsyncIterator[Message]:
         """Stream what changes in a directory."""
         path, recursive = self._path(call), call.message.get("recursive", False)
         before = await self._use(files.listing, path, recursive=recursive)
@@ -355,19 +357,19 @@ class _Session:
             if time.monotonic() - quiet > call.keepalive:
                 yield {"keepalive": {}}
                 quiet = time.monotonic()
-        raise Failure("deadline_exceeded", "the time limit of the stream is over")
+        raise ServiceError("deadline_exceeded", "the time limit of the stream is over")
 
 
 _TASKS: set[asyncio.Task[None]] = set()
 """Time limits of running commands, held until they are over."""
 
 
-def _failure(error: Refused) -> Failure:
+def _failure(error: RequestRefused) -> ServiceError:
     """A refusal of the service as the error of a call."""
     if error.status == 404:
-        return Failure("unavailable", f"{error}: the sandbox was not found")
+        return ServiceError("unavailable", f"{error}: the sandbox was not found")
     codes = {400: "invalid_argument", 409: "failed_precondition", 429: "resource_exhausted", 507: "resource_exhausted"}
-    return Failure(codes.get(error.status, "internal"), str(error))
+    return ServiceError(codes.get(error.status, "internal"), str(error))
 
 
 def _user_of(request: Request) -> str | None:
@@ -384,7 +386,7 @@ def _user_of(request: Request) -> str | None:
 # Uploads and downloads
 
 
-async def _files(request: Request, service: Service, box: Box) -> Response:
+async def _files(request: Request, service: Service, box: LiveSandbox) -> Response:
     query = request.query_params
     user = query.get("username")
     writes = request.method == "POST"
@@ -395,7 +397,7 @@ async def _files(request: Request, service: Service, box: Box) -> Response:
         async with service.using(box) as sandbox:
             data = await service.work(_read, sandbox, path)
         return Response(data, media_type="application/octet-stream")
-    except Failure as error:
+    except ServiceError as error:
         status = {"invalid_argument": 400, "not_found": 404, "resource_exhausted": 413, "unauthenticated": 401}
         return _plain(status.get(error.code, 500), str(error))
     except HTTPException as error:  # of the parser of forms
@@ -408,7 +410,7 @@ def _info(path: str) -> dict[str, str]:
     return {"name": posixpath.basename(path), "type": "file", "path": path}
 
 
-def _signed(box: Box, query: Any, operation: str) -> bool:
+def _signed(box: LiveSandbox, query: Any, operation: str) -> bool:
     """True if a request has the signature of E2B's version 1 for what it asks."""
     expires = query.get("signature_expiration")
     if expires is not None and not (expires.isdecimal() and len(expires) < 12 and int(expires) > time.time()):
@@ -424,26 +426,28 @@ def _read(sandbox: Sandbox, path: str) -> bytes:
     try:
         return sandbox.read_file(path, limit=LARGEST_FILE)
     except FileTooLarge as error:
-        raise Failure("resource_exhausted", str(error)) from error
+        raise ServiceError("resource_exhausted", str(error)) from error
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise Failure("not_found", f"path not found: {brief(path, 300)}") from error
+        raise ServiceError("not_found", f"path not found: {brief(path, 300)}") from error
     except IsADirectoryError as error:
-        raise Failure("invalid_argument", f"path is a directory: {brief(path, 300)}") from error
+        raise ServiceError("invalid_argument", f"path is a directory: {brief(path, 300)}") from error
     except (OSError, ValueError) as error:
-        raise Failure("invalid_argument", f"{error.args[-1] if error.args else error}: {brief(path, 300)}") from error
+        raise ServiceError(
+            "invalid_argument", f"{error.args[-1] if error.args else error}: {brief(path, 300)}"
+        ) from error
 
 
 def _write(sandbox: Sandbox, path: str, data: bytes) -> None:
     try:
         sandbox.write_file(path, data)
     except IsADirectoryError as error:
-        raise Failure("invalid_argument", f"path is a directory: {brief(path, 300)}") from error
+        raise ServiceError("invalid_argument", f"path is a directory: {brief(path, 300)}") from error
     except (OSError, ValueError) as error:
         text = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
-        raise Failure("invalid_argument", f"{text}: {brief(path, 300)}") from error
+        raise ServiceError("invalid_argument", f"{text}: {brief(path, 300)}") from error
 
 
-async def _upload(request: Request, service: Service, box: Box, user: str | None) -> list[str]:
+async def _upload(request: Request, service: Service, box: LiveSandbox, user: str | None) -> list[str]:
     """Write the files of a request; returns their paths."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     path = request.query_params.get("path")
@@ -451,16 +455,16 @@ async def _upload(request: Request, service: Service, box: Box, user: str | None
         found = await _form(request, path)
     elif kind == "application/octet-stream":
         if not path:
-            raise Failure("invalid_argument", "path: expected the path of the file, found none")
+            raise ServiceError("invalid_argument", "path: expected the path of the file, found none")
         data = await body_of(request, LARGEST_FILE)
         encoding = request.headers.get("content-encoding", "identity")
         if encoding == "gzip":
             data = _unzipped(data)
         elif encoding != "identity":
-            raise Failure("invalid_argument", f"Content-Encoding: expected gzip, found {brief(encoding, 40)}")
+            raise ServiceError("invalid_argument", f"Content-Encoding: expected gzip, found {brief(encoding, 40)}")
         found = [(path, data)]
     else:
-        raise Failure("invalid_argument", f"Content-Type: expected multipart/form-data, found {brief(kind, 80)}")
+        raise ServiceError("invalid_argument", f"Content-Type: expected multipart/form-data, found {brief(kind, 80)}")
     paths = [files.inside(name, user) for name, _ in found]
     async with service.using(box) as sandbox:
         for name, (_, data) in zip(paths, found, strict=True):
@@ -473,11 +477,11 @@ def _unzipped(data: bytes) -> bytes:
     try:
         plain = unzip.decompress(data, LARGEST_FILE + 1)
     except zlib.error as error:
-        raise Failure("invalid_argument", f"expected gzip, found {brief(data, 40)}") from error
+        raise ServiceError("invalid_argument", f"expected gzip, found {brief(data, 40)}") from error
     if len(plain) > LARGEST_FILE:
-        raise Failure("resource_exhausted", f"expected at most {LARGEST_FILE:,} bytes, found more")
+        raise ServiceError("resource_exhausted", f"expected at most {LARGEST_FILE:,} bytes, found more")
     if not unzip.eof:
-        raise Failure("invalid_argument", "expected gzip, found the beginning of it")
+        raise ServiceError("invalid_argument", "expected gzip, found the beginning of it")
     return plain
 
 
@@ -491,19 +495,21 @@ async def _form(request: Request, path: str | None) -> list[tuple[str, bytes]]:
         async for chunk in chunks_of(request):
             left -= len(chunk)
             if left < 0:
-                raise Failure("resource_exhausted", f"expected a body of at most {LARGEST_FILE:,} bytes, found more")
+                raise ServiceError(
+                    "resource_exhausted", f"expected a body of at most {LARGEST_FILE:,} bytes, found more"
+                )
             yield chunk
 
     try:
         form = await MultiPartParser(request.headers, bounded(), max_files=1000, max_fields=0).parse()  # type: ignore[arg-type]
     except MultiPartException as error:
-        raise Failure("invalid_argument", error.message) from error
+        raise ServiceError("invalid_argument", error.message) from error
     try:
         uploads = [one for _, one in form.multi_items() if isinstance(one, UploadFile)]
         if not uploads:
-            raise Failure("invalid_argument", "expected a file in the form, found none")
+            raise ServiceError("invalid_argument", "expected a file in the form, found none")
         if path and len(uploads) > 1:
-            raise Failure("invalid_argument", "expected one file for the path, found several")
+            raise ServiceError("invalid_argument", "expected one file for the path, found several")
         return [(path or one.filename or "", await one.read()) for one in uploads]
     finally:
         await form.close()

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 from sandboxgym.brief import brief
 from sandboxgym.e2b.commands import failures, resolved
-from sandboxgym.e2b.connect import Failure
+from sandboxgym.e2b.connect import ServiceError
 from sandboxgym.e2b.messages import Message, format_time
 from sandboxgym.sandbox.sandbox import Sandbox
 
@@ -41,18 +41,20 @@ def _run(sandbox: Sandbox, script: str, path: str) -> str:
         case 0 if not result.elided:
             return result.output
         case code if code == _MISSING:
-            raise Failure("not_found", f"path not found: {brief(path, 300)}")
+            raise ServiceError("not_found", f"path not found: {brief(path, 300)}")
         case code if code == _NO_DIRECTORY:
-            raise Failure("invalid_argument", f"path is not a directory: {brief(path, 300)}")
+            raise ServiceError("invalid_argument", f"path is not a directory: {brief(path, 300)}")
         case code if code == _EXISTS:
-            raise Failure("already_exists", f"directory already exists: {brief(path, 300)}")
+            raise ServiceError("already_exists", f"directory already exists: {brief(path, 300)}")
         case code if code == _NO_FILE:
-            raise Failure("invalid_argument", f"path already exists but it is not a directory: {brief(path, 300)}")
+            raise ServiceError("invalid_argument", f"path already exists but it is not a directory: {brief(path, 300)}")
         case 127:
-            raise Failure("unimplemented", f"a program is missing in the sandbox: {brief(result.output.strip(), 200)}")
+            raise ServiceError(
+                "unimplemented", f"a program is missing in the sandbox: {brief(result.output.strip(), 200)}"
+            )
         case _ if result.timed_out or result.elided:
-            raise Failure("resource_exhausted", f"too much, or too slow to be listed: {brief(path, 300)}")
-    raise Failure("internal", brief(result.output.strip(), 300))
+            raise ServiceError("resource_exhausted", f"too much, or too slow to be listed: {brief(path, 300)}")
+    raise ServiceError("internal", brief(result.output.strip(), 300))
 
 
 def _found(sandbox: Sandbox, path: str, options: str, *, follow: str = "-H") -> list[tuple[str, ...]]:
@@ -65,7 +67,7 @@ def _found(sandbox: Sandbox, path: str, options: str, *, follow: str = "-H") -> 
     text = _run(sandbox, f"{check}set -o pipefail\nfind {follow} {word} {options} | base64 -w0", path)
     fields = base64.b64decode(text).decode("utf-8", "replace").split("\0")[:-1]
     if len(fields) > MOST_ENTRIES * _FIELDS:
-        raise Failure("resource_exhausted", f"expected at most {MOST_ENTRIES:,} entries, found more")
+        raise ServiceError("resource_exhausted", f"expected at most {MOST_ENTRIES:,} entries, found more")
     return [tuple(fields[at : at + _FIELDS]) for at in range(0, len(fields) - _FIELDS + 1, _FIELDS)]
 
 
@@ -90,7 +92,7 @@ def entry(sandbox: Sandbox, path: str) -> Message:
     """One ``EntryInfo``; of a link, not of what it leads to."""
     rows = _found(sandbox, path, f"-maxdepth 0 -printf {shlex.quote(_FORMAT)}", follow="-P")
     if not rows:
-        raise Failure("not_found", f"path not found: {brief(path, 300)}")
+        raise ServiceError("not_found", f"path not found: {brief(path, 300)}")
     return _entry(rows[0])
 
 
@@ -148,7 +150,7 @@ def move(sandbox: Sandbox, source: str, destination: str) -> Message:
 def remove(sandbox: Sandbox, path: str) -> None:
     """Remove an entry, with all below it; it may be gone already."""
     if path == "/":
-        raise Failure("invalid_argument", "the root directory cannot be removed")
+        raise ServiceError("invalid_argument", "the root directory cannot be removed")
     _run(sandbox, f"rm -rf -- {shlex.quote(path)}", path)
 
 
@@ -156,13 +158,13 @@ def home_of(user: str | None) -> str:
     """Home directory of a user that a client names.
 
     Raises:
-        Failure: that can be no user.
+        ServiceError: that can be no user.
     """
     if user in (None, "", "user"):
         return "/home/user"
     if user == "root":
         return "/root"
-    raise Failure("unauthenticated", f"expected the user user or root, found {brief(user, 80)}")
+    raise ServiceError("unauthenticated", f"expected the user user or root, found {brief(user, 80)}")
 
 
 def inside(path: str | None, user: str | None) -> str:

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 
 
-class Refused(Exception):
+class RequestRefused(Exception):
     """A request that cannot be done, with the HTTP status and message of the answer."""
 
     def __init__(self, status: int, message: str, *, retry: float | None = None) -> None:
@@ -43,12 +43,12 @@ class Rate:
         """Count requests.
 
         Raises:
-            Refused: they are too many.
+            RequestRefused: they are too many.
         """
         now = time.monotonic()
         self._left = min(self._most, self._left + (now - self._at) * self._rate)
         self._at = now
         if self._left < number:
             missing = (min(number, self._most) - self._left) / self._rate
-            raise Refused(429, f"rate limit of {self._rate:g} per second exceeded", retry=max(1.0, missing))
+            raise RequestRefused(429, f"rate limit of {self._rate:g} per second exceeded", retry=max(1.0, missing))
         self._left -= number

@@ -5,7 +5,7 @@
 3. One thread at a time uses a sandbox; calls on it wait for each other, calls on different ones run side by side.
 4. A fork, a pause and a snapshot take one instant of files and, where the service was made for it, of processes. What
    could not be kept is told (`Snap.lost`), and refused where the caller insisted on processes.
-5. A call that exceeds a quota or a rate changes nothing and raises `Refused` with the status 429.
+5. A call that exceeds a quota or a rate changes nothing and raises `RequestRefused` with the status 429.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import anyio
 
 from sandboxgym.brief import brief
 from sandboxgym.e2b.commands import FOLDER, HOME, Command, Commands
-from sandboxgym.e2b.quotas import Quotas, Rate, Refused
+from sandboxgym.e2b.quotas import Quotas, Rate, RequestRefused
 from sandboxgym.errors import SnapshotError
 from sandboxgym.sandbox.base import Limits, SandboxError, SandboxFull
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
@@ -68,7 +68,7 @@ class Snap:
 
 
 @dataclass(eq=False)
-class Kept:
+class ClientSnapshot:
     """A snapshot that a client made."""
 
     id: str
@@ -80,7 +80,7 @@ class Kept:
 
 
 @dataclass(eq=False)
-class Box:
+class LiveSandbox:
     """One sandbox of the service."""
 
     id: str
@@ -121,13 +121,13 @@ class Tenant:
 
     requests: Rate
     creations: Rate
-    boxes: dict[str, Box] = field(default_factory=dict)
-    kept: dict[str, Kept] = field(default_factory=dict)
+    boxes: dict[str, LiveSandbox] = field(default_factory=dict)
+    kept: dict[str, ClientSnapshot] = field(default_factory=dict)
     reserved: int = 0
     """Sandboxes that are being made."""
     keeping: int = 0
     """Snapshots and paused sandboxes that are being made."""
-    made: dict[str, asyncio.Task[Box]] = field(default_factory=dict)
+    made: dict[str, asyncio.Task[LiveSandbox]] = field(default_factory=dict)
     """Sandboxes by the idempotency keys of their creation."""
 
 
@@ -168,7 +168,7 @@ class Service:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="e2b")
         self._templates: dict[str, tuple[Sandbox, Snap]] = {}
         self._templates_lock = asyncio.Lock()
-        self._boxes: dict[str, Box] = {}
+        self._boxes: dict[str, LiveSandbox] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = asyncio.Event()
 
@@ -179,16 +179,16 @@ class Service:
         """The owner of a key.
 
         Raises:
-            Refused: nobody has it.
+            RequestRefused: nobody has it.
         """
         if self._tenants is None:
             return self._everybody
         if not key:
-            raise Refused(401, "expected an API key in the header X-API-Key, found none")
+            raise RequestRefused(401, "expected an API key in the header X-API-Key, found none")
         for known, tenant in self._tenants.items():
             if secrets.compare_digest(known.encode(), key.encode()):
                 return tenant
-        raise Refused(401, "the API key is not known here")
+        raise RequestRefused(401, "the API key is not known here")
 
     async def work(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
         """Call a function in one of the service's threads.
@@ -215,7 +215,7 @@ class Service:
         """Make a template ready; returns a sandbox on it that is never started, to be forked.
 
         Raises:
-            Refused: there is no such template.
+            RequestRefused: there is no such template.
             SandboxError: it cannot run here.
         """
         return (await self._template(name))[0]
@@ -223,7 +223,7 @@ class Service:
     async def _template(self, name: str) -> tuple[Sandbox, Snap]:
         if name not in self._rootfs:
             known = ", ".join(self._rootfs)
-            raise Refused(404, f"template {brief(name, 80)} not found; templates here: {known}")
+            raise RequestRefused(404, f"template {brief(name, 80)} not found; templates here: {known}")
         async with self._templates_lock:
             if name not in self._templates:
                 self._templates[name] = await self.work(self._make_template, name)
@@ -271,7 +271,7 @@ class Service:
 
     # Sandboxes
 
-    def find(self, tenant: Tenant | None, name: str) -> Box:
+    def find(self, tenant: Tenant | None, name: str) -> LiveSandbox:
         """A sandbox by its id.
 
         Args:
@@ -279,11 +279,11 @@ class Service:
             name: its id.
 
         Raises:
-            Refused: there is none.
+            RequestRefused: there is none.
         """
         box = self._boxes.get(name) if tenant is None else tenant.boxes.get(name)
         if box is None or box.closed:
-            raise Refused(404, f"sandbox {brief(name, 80)} not found")
+            raise RequestRefused(404, f"sandbox {brief(name, 80)} not found")
         return box
 
     def name_by_token(self, token: str) -> str | None:
@@ -304,7 +304,7 @@ class Service:
         pauses_fully: bool | None = None,
         resumes: bool = False,
         once: str | None = None,
-    ) -> Box:
+    ) -> LiveSandbox:
         """Make a sandbox from a template or snapshot.
 
         Args:
@@ -313,14 +313,14 @@ class Service:
             seconds: until its deadline.
             metadata: kept for its owner.
             envs: environment variables of its commands.
-            pauses: see `Box`, and so the next two.
+            pauses: see `LiveSandbox`, and so the next two.
             pauses_fully: see there.
             resumes: see there.
             once: key by which the same request, repeated, gets the same sandbox.
         """
         self.check_seconds(seconds)
 
-        async def make() -> Box:
+        async def make() -> LiveSandbox:
             kept = self._kept(tenant, template)
             snap = kept.snap if kept else (await self._template(template))[1]
             (box,) = await self._start(
@@ -354,17 +354,17 @@ class Service:
             tenant.made.pop(once, None)
             raise
         if box.closed:
-            raise Refused(409, "the sandbox of this idempotency key has ended")
+            raise RequestRefused(409, "the sandbox of this idempotency key has ended")
         return box
 
     def check_seconds(self, seconds: int) -> None:
         """Refuse a time limit that is too long."""
         if not 0 <= seconds <= self.quotas.longest:
-            raise Refused(400, f"timeout: expected 0 to {self.quotas.longest:,} seconds, found {seconds:,}")
+            raise RequestRefused(400, f"timeout: expected 0 to {self.quotas.longest:,} seconds, found {seconds:,}")
 
     async def _start(
         self, tenant: Tenant, snap: Snap, count: int, *, seconds: int, settings: Mapping[str, Any]
-    ) -> list[Box | Exception]:
+    ) -> list[LiveSandbox | Exception]:
         """Make sandboxes from one state, side by side."""
         self._reserve(tenant, count)
         try:
@@ -382,38 +382,38 @@ class Service:
                 raise
             finally:
                 held.release()
-            made: list[Box | Exception] = []
+            made: list[LiveSandbox | Exception] = []
             for child, error in zip(children, started, strict=True):
                 if isinstance(error, BaseException):
                     await self.work(child.close)
                     made.append(refusal(error))
                     continue
                 commands = Commands.of(child, snap.commands, snap.number)
-                box = Box(_name("i"), tenant, root=snap.template, sandbox=child, commands=commands, **settings)
+                box = LiveSandbox(_name("i"), tenant, root=snap.template, sandbox=child, commands=commands, **settings)
                 commands.listen()
                 self._boxes[box.id] = tenant.boxes[box.id] = box
                 self.set_deadline(box, seconds)
                 made.append(box)
             if self._over.is_set():
-                await asyncio.gather(*(self.kill(box) for box in made if isinstance(box, Box)))
-                raise Refused(503, "the server is closing")
+                await asyncio.gather(*(self.kill(box) for box in made if isinstance(box, LiveSandbox)))
+                raise RequestRefused(503, "the server is closing")
             return made
         finally:
             tenant.reserved -= count
 
     def _reserve(self, tenant: Tenant, count: int) -> None:
         if self._over.is_set():
-            raise Refused(503, "the server is closing")
+            raise RequestRefused(503, "the server is closing")
         live = sum(box.paused is None for box in tenant.boxes.values()) + tenant.reserved
         if live + count > self.quotas.sandboxes:
-            raise Refused(
+            raise RequestRefused(
                 429,
                 f"at most {self.quotas.sandboxes} sandboxes run at one time: {live} do, {count} more were asked for",
             )
         tenant.creations.take(count)
         tenant.reserved += count
 
-    def set_deadline(self, box: Box, seconds: float) -> None:
+    def set_deadline(self, box: LiveSandbox, seconds: float) -> None:
         """Let a sandbox end that many seconds from now."""
         if box.timer is not None:
             box.timer.cancel()
@@ -427,12 +427,12 @@ class Service:
 
         box.timer = loop.call_at(box.due, expire, box.due)
 
-    def extend(self, box: Box, seconds: float) -> None:
+    def extend(self, box: LiveSandbox, seconds: float) -> None:
         """Let a sandbox live for that many seconds from now, unless it does anyway."""
         if asyncio.get_running_loop().time() + seconds > box.due:
             self.set_deadline(box, seconds)
 
-    async def _expire(self, box: Box, due: float) -> None:
+    async def _expire(self, box: LiveSandbox, due: float) -> None:
         if box.closed or box.paused is not None or box.due != due:  # it was given more time
             return
         try:
@@ -444,7 +444,7 @@ class Service:
             log.warning("the sandbox %s is killed, for it could not be paused: %s", box.id, error)
             await self.kill(box)
 
-    async def has_ended(self, box: Box) -> bool:
+    async def has_ended(self, box: LiveSandbox) -> bool:
         """True if a sandbox ended by itself, as by its disk limit; it is given up then."""
         backend = None if box.sandbox is None else box.sandbox.backend
         container = backend.container if isinstance(backend, OverlayBackend) else None
@@ -459,20 +459,22 @@ class Service:
         return True
 
     @contextlib.asynccontextmanager
-    async def using(self, box: Box, *, resume: bool = False) -> Any:
+    async def using(self, box: LiveSandbox, *, resume: bool = False) -> Any:
         """The live sandbox of a box, for one caller at a time.
 
         Raises:
-            Refused: it has ended, or is paused.
+            RequestRefused: it has ended, or is paused.
         """
         async with box.lock:
             if resume and box.paused is not None and box.resumes and not box.closed:
                 await self._resume(box, max(60, int(box.ends - box.started)))
             if box.closed or box.sandbox is None:
-                raise Refused(404, f"sandbox {box.id} not found" if box.closed else f"sandbox {box.id} is paused")
+                raise RequestRefused(
+                    404, f"sandbox {box.id} not found" if box.closed else f"sandbox {box.id} is paused"
+                )
             yield box.sandbox
 
-    async def kill(self, box: Box) -> None:
+    async def kill(self, box: LiveSandbox) -> None:
         """End a sandbox. Idempotent."""
         if box.closed:
             return
@@ -491,7 +493,7 @@ class Service:
 
     # Snapshots
 
-    async def _capture(self, box: Box, sandbox: Sandbox, *, fully: bool | None) -> Snap:
+    async def _capture(self, box: LiveSandbox, sandbox: Sandbox, *, fully: bool | None) -> Snap:
         """The state of a sandbox that the caller uses.
 
         Args:
@@ -500,7 +502,9 @@ class Service:
             fully: processes must be kept (True), are not wanted (False), or are kept if they can be (None).
         """
         if fully and self.mode == "filesystem":
-            raise Refused(400, "this server keeps files only: expected no demand for memory (see --snapshot full)")
+            raise RequestRefused(
+                400, "this server keeps files only: expected no demand for memory (see --snapshot full)"
+            )
         backend = sandbox.backend
         assert isinstance(backend, OverlayBackend)
         before = backend.container
@@ -516,10 +520,10 @@ class Service:
         if fully and snapshot.lossy:
             lost = "; ".join(snapshot.lossy)
             snapshot.release()
-            raise Refused(409, f"running processes cannot be kept: {brief(lost, 400)}")
+            raise RequestRefused(409, f"running processes cannot be kept: {brief(lost, 400)}")
         return Snap(snapshot, box.root, twins if snapshot.checkpoint is not None else [], number)
 
-    async def pause(self, box: Box, *, fully: bool | None) -> Snap:
+    async def pause(self, box: LiveSandbox, *, fully: bool | None) -> Snap:
         """End a sandbox's processes and keep its state under its id."""
         async with self.using(box) as sandbox:
             with self._keeping(box.tenant):
@@ -531,7 +535,7 @@ class Service:
                 box.timer.cancel()
             return snap
 
-    async def resume(self, box: Box, seconds: int, *, files_only: bool = False) -> bool:
+    async def resume(self, box: LiveSandbox, seconds: int, *, files_only: bool = False) -> bool:
         """Continue a paused sandbox, or let a live one live longer.
 
         Returns:
@@ -540,14 +544,14 @@ class Service:
         self.check_seconds(seconds)
         async with box.lock:
             if box.closed:
-                raise Refused(404, f"sandbox {box.id} not found")
+                raise RequestRefused(404, f"sandbox {box.id} not found")
             if box.paused is None:
                 self.extend(box, seconds)
                 return False
             await self._resume(box, seconds, files_only=files_only)
             return True
 
-    async def _resume(self, box: Box, seconds: int, *, files_only: bool = False) -> None:
+    async def _resume(self, box: LiveSandbox, seconds: int, *, files_only: bool = False) -> None:
         snap = box.paused
         assert snap is not None
         self._reserve(box.tenant, 1)
@@ -573,14 +577,16 @@ class Service:
         finally:
             box.tenant.reserved -= 1
 
-    async def fork(self, box: Box, count: int, seconds: int) -> tuple[list[Box | Exception], tuple[str, ...]]:
+    async def fork(
+        self, box: LiveSandbox, count: int, seconds: int
+    ) -> tuple[list[LiveSandbox | Exception], tuple[str, ...]]:
         """Make sandboxes that continue from a live or paused one as it is now; with what they lack."""
         self.check_seconds(seconds)
         if not 1 <= count <= 100:
-            raise Refused(400, f"count: expected 1 to 100, found {count:,}")
+            raise RequestRefused(400, f"count: expected 1 to 100, found {count:,}")
         async with box.lock:
             if box.closed:
-                raise Refused(404, f"sandbox {box.id} not found")
+                raise RequestRefused(404, f"sandbox {box.id} not found")
             snap = box.paused
             if snap is None:
                 assert box.sandbox is not None
@@ -600,11 +606,11 @@ class Service:
         finally:
             snap.snapshot.release()
 
-    async def snapshot(self, box: Box, name: str | None, *, fully: bool | None) -> Kept:
+    async def snapshot(self, box: LiveSandbox, name: str | None, *, fully: bool | None) -> ClientSnapshot:
         """Keep the state of a sandbox, which continues, for new ones."""
         async with box.lock:
             if box.closed:
-                raise Refused(404, f"sandbox {box.id} not found")
+                raise RequestRefused(404, f"sandbox {box.id} not found")
             with self._keeping(box.tenant):
                 if box.paused is not None:
                     old = box.paused
@@ -616,18 +622,18 @@ class Service:
             for other in box.tenant.kept.values():
                 if name in other.names:
                     other.names.remove(name)
-        kept = Kept(_name("snap"), [] if name is None else [name], snap, box.id)
+        kept = ClientSnapshot(_name("snap"), [] if name is None else [name], snap, box.id)
         box.tenant.kept[kept.id] = kept
         return kept
 
-    def _kept(self, tenant: Tenant, name: str) -> Kept | None:
+    def _kept(self, tenant: Tenant, name: str) -> ClientSnapshot | None:
         return tenant.kept.get(name) or next((kept for kept in tenant.kept.values() if name in kept.names), None)
 
     def forget(self, tenant: Tenant, name: str) -> None:
         """Delete a snapshot; sandboxes that were made from it stay."""
         kept = self._kept(tenant, name)
         if kept is None:
-            raise Refused(404, f"snapshot {brief(name, 80)} not found")
+            raise RequestRefused(404, f"snapshot {brief(name, 80)} not found")
         del tenant.kept[kept.id]
         kept.snap.snapshot.release()
 
@@ -636,7 +642,7 @@ class Service:
         """Count a snapshot against the quota while it is taken."""
         number = len(tenant.kept) + sum(box.paused is not None for box in tenant.boxes.values()) + tenant.keeping
         if number >= self.quotas.kept:
-            raise Refused(429, f"at most {self.quotas.kept} snapshots and paused sandboxes are kept at one time")
+            raise RequestRefused(429, f"at most {self.quotas.kept} snapshots and paused sandboxes are kept at one time")
         tenant.keeping += 1
         try:
             yield
@@ -671,13 +677,13 @@ def _name(prefix: str) -> str:
     return prefix + "".join(secrets.choice(_LETTERS) for _ in range(20 - len(prefix)))
 
 
-def refusal(error: BaseException) -> Refused:
+def refusal(error: BaseException) -> RequestRefused:
     """An error of a sandbox as an answer."""
-    if isinstance(error, Refused):
+    if isinstance(error, RequestRefused):
         return error
     if isinstance(error, SandboxFull):
-        return Refused(507, str(error))
+        return RequestRefused(507, str(error))
     if isinstance(error, SandboxError | SnapshotError | OSError):
-        return Refused(500, f"the sandbox: {error}")
+        return RequestRefused(500, f"the sandbox: {error}")
     log.error("a sandbox failed", exc_info=error)
-    return Refused(500, f"the server failed: {type(error).__name__}: {brief(str(error), 200)}")
+    return RequestRefused(500, f"the server failed: {type(error).__name__}: {brief(str(error), 200)}")

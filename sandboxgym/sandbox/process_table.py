@@ -30,7 +30,7 @@ _NAMED = 10  # processes that an error lists
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProcessRow:
     """One process of the table."""
 
     pid: int
@@ -52,7 +52,7 @@ class Row:
         return ProcessInfo(self.pid, self.parent, self.command, descriptors(self.pid))
 
 
-def table(*, only: Callable[[int], bool] = lambda pid: True) -> list[Row]:
+def table(*, only: Callable[[int], bool] = lambda pid: True) -> list[ProcessRow]:
     """All processes, or those with the given numbers."""
     if sys.platform != "linux":
         return [row for row in _table_by_ps() if only(row.pid)]
@@ -60,7 +60,7 @@ def table(*, only: Callable[[int], bool] = lambda pid: True) -> list[Row]:
     return [row for pid in numbers if only(pid) and (row := _row(pid))]
 
 
-def descendants(rows: Collection[Row], roots: Collection[int]) -> set[int]:
+def descendants(rows: Collection[ProcessRow], roots: Collection[int]) -> set[int]:
     """Process ids of these processes and all their descendants."""
     found = {row.pid for row in rows if row.pid in roots}
     while more := {row.pid for row in rows if row.parent in found} - found:
@@ -73,7 +73,7 @@ def start_times(pids: Collection[int]) -> dict[int, str]:
     return {row.pid: row.started for row in table(only=pids.__contains__)}
 
 
-def kill_until_none(left: Callable[[], list[Row]], *, kill: Callable[[list[int]], None] | None = None) -> None:
+def kill_until_none(left: Callable[[], list[ProcessRow]], *, kill: Callable[[list[int]], None] | None = None) -> None:
     """Kill processes until none is left, since they may start others meanwhile, and wait for the end of all found.
 
     Raises:
@@ -107,12 +107,12 @@ def send_signal(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _row(pid: int) -> Row | None:
+def _row(pid: int) -> ProcessRow | None:
     try:
         found, command = proc.stat(pid), command_line(pid)
     except OSError:  # gone meanwhile
         return None
-    return Row(pid, found.parent, found.session, _state(pid, found), found.started, command or found.name)
+    return ProcessRow(pid, found.parent, found.session, _state(pid, found), found.started, command or found.name)
 
 
 def state(pid: int) -> str:
@@ -145,12 +145,12 @@ def command_line(pid: int) -> str:
     return shown.rstrip(b"\0").replace(b"\0", b" ").strip().decode(errors="backslashreplace")
 
 
-def _table_by_ps() -> list[Row]:
+def _table_by_ps() -> list[ProcessRow]:
     columns = "pid=,ppid=,pgid=,state=,lstart=,command="
     listed = subprocess.run(["ps", "-axo", columns], capture_output=True, text=True, errors="replace").stdout
     pattern = re.compile(r"\s*(\d+)\s+(\d+)\s+(\d+)\s+(\S)\S*\s+(\S+\s+\S+\s+\S+\s+\S+\s+\d{4})\s+(.*)")
     found = [match for line in listed.splitlines() if (match := pattern.match(line))]
-    return [Row(int(m[1]), int(m[2]), int(m[3]), m[4], m[5], m[6]) for m in found]
+    return [ProcessRow(int(m[1]), int(m[2]), int(m[3]), m[4], m[5], m[6]) for m in found]
 
 
 def descriptors(pid: int) -> tuple[str, ...]:

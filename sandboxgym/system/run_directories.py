@@ -63,7 +63,7 @@ _CLAIM = ".claim-"
 
 
 @dataclass(frozen=True, slots=True)
-class Owner:
+class ProcessIdentity:
     """Identity of a process, unambiguous although process ids are reused."""
 
     pid: int
@@ -75,12 +75,12 @@ class Owner:
     host: str
 
     @classmethod
-    def me(cls) -> Owner:
+    def me(cls) -> ProcessIdentity:
         """The calling process."""
         return cls(os.getpid(), _started(os.getpid()) or "", _boot(), _namespace(), socket.gethostname())
 
     @classmethod
-    def read(cls, directory: Path) -> Owner:
+    def read(cls, directory: Path) -> ProcessIdentity:
         """The owner of a run directory.
 
         Raises:
@@ -150,7 +150,7 @@ def claim(kind: str) -> Path:
     if os.getpid() not in _reaped_by:
         _reaped_by.add(os.getpid())
         reap()
-    root, owner = runtime_dir(), Owner.me()
+    root, owner = runtime_dir(), ProcessIdentity.me()
     staging = Path(tempfile.mkdtemp(prefix=f"{_CLAIM}{_name(owner)}-", dir=root))
     try:
         (staging / OWNER).write_text(json.dumps(asdict(owner)), encoding="utf-8")
@@ -259,7 +259,7 @@ def _is_left(path: Path) -> bool:
             return False
         if not any(path.iterdir()):  # killed while removing it: a claim appears with its owner inside
             return re.fullmatch(r"[a-z][a-z0-9_]*-\d+-\w+", path.name) is not None
-        return Owner.read(path).gone()
+        return ProcessIdentity.read(path).gone()
     except (OSError, ValueError):
         return False  # not of our making, or going away just now
 
@@ -273,7 +273,7 @@ def _is_abandoned(path: Path) -> bool:
     return rest.partition("-")[0] != _digest(_started(int(pid)))
 
 
-def _name(owner: Owner) -> str:
+def _name(owner: ProcessIdentity) -> str:
     """Part of a file name that identifies a process: namespace, id, start time."""
     return f"{_digest(owner.boot, owner.namespace, owner.host)}-{owner.pid}-{_digest(owner.started)}"
 

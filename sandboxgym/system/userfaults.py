@@ -8,7 +8,7 @@ each process. The kernel then reports every touch of a page that is not there, a
 2. The kernel also reports forks and what becomes of ranges: moved, unmapped, given up. Until such a report is read it
    refuses to copy, so that no page comes to where it no longer belongs.
 3. What is left of a process is brought at once when it is no more than `SMALL`: the kernel reports nothing of a process
-   that has it all, and so delays none of its forks. `Server.complete` brings what is left of each.
+   that has it all, and so delays none of its forks. `MemoryServer.complete` brings what is left of each.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Supposed:
         return Supposed(_outside(self.pieces, low, high), self.place)
 
 
-class Memory:
+class ProcessMemory:
     """Memory of one process, as far as it is not there yet.
 
     Args:
@@ -146,7 +146,7 @@ class Memory:
         self._perhaps: list[Supposed] = []
         """Pieces that arrived there and are reported as gone; the report may be of those before them."""
 
-    def read(self) -> list[Memory]:
+    def read(self) -> list[ProcessMemory]:
         """Read what the kernel reports; returns the memory of processes that were forked."""
         try:
             data = os.read(self.descriptor, 64 * _MESSAGE)
@@ -158,7 +158,7 @@ class Memory:
             if event == _FAULT:
                 self.waiting.append(second - second % _PAGE)
             elif event == _FORK:
-                child = Memory(first & 0xFFFFFFFF, list(self.ranges), self.source)
+                child = ProcessMemory(first & 0xFFFFFFFF, list(self.ranges), self.source)
                 child._perhaps = [Supposed(one.pieces, one.place) for one in self._perhaps]
                 forked.append(child)
             elif event == _UNMAP and (first, second) in self._left:
@@ -348,7 +348,7 @@ def _outside(pieces: list[Range], low: int, high: int) -> list[Range]:
     return before + [(max(start, high), end, at + max(start, high) - start) for start, end, at in pieces if end > high]
 
 
-class Server:
+class MemoryServer:
     """Server of the memory of all processes that one CRIU restores.
 
     Args:
@@ -366,7 +366,7 @@ class Server:
         self._listening.listen(1)
         self._criu: _socket.socket | None = None
         self._restored = False
-        self._memories: dict[int, Memory] = {}
+        self._memories: dict[int, ProcessMemory] = {}
         self._sweep = _SWEEP
         self._sources: dict[int, tuple[mmap.mmap, int]] = {}
 
@@ -443,7 +443,7 @@ class Server:
             _, extra, _, _ = self._criu.recvmsg(1, _socket.CMSG_SPACE(4))
             (descriptor,) = struct.unpack("=i", extra[0][2][:4])
             number, ranges = ranges_of(self.images, pid)
-            self._memories[descriptor] = Memory(descriptor, ranges, self._source(number))
+            self._memories[descriptor] = ProcessMemory(descriptor, ranges, self._source(number))
             poll.register(descriptor, select.POLLIN)
         return True
 

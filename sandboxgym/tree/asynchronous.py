@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeVar
 import gymnasium as gym
 
 from sandboxgym.tree.envs import EnvSource, described, guarded, logger
-from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
+from sandboxgym.tree.live import Acting, CapturedNode, LivePath, Reset
 from sandboxgym.tree.lockstep import Driver, same
 from sandboxgym.tree.nodes import Action, Edge, Node, PathKey, RolloutTree
 from sandboxgym.tree.policies import Clock, Context, Failure, Look
@@ -60,7 +60,7 @@ class _Walk:
     """The course of one live path."""
 
     run: LivePath
-    start: Checkpoint
+    start: CapturedNode
     task: asyncio.Task[Any]
     turns: int = 0
     """Decisions that the policy was asked for."""
@@ -70,7 +70,7 @@ class _Walk:
     """Number of times that the task was cancelled because the path was dropped."""
     broken: Exception | None = None
     """Exception of the environment when it was captured while the policy was asked."""
-    point: Checkpoint | None = None
+    point: CapturedNode | None = None
     """State being captured for the present step."""
     departed: bool = False
     """True if it has made a decision of its own and needs nothing of the path that it was forked off."""
@@ -232,7 +232,7 @@ class Asynchronous(Driver):
 
     # The course of a path.
 
-    async def walk(self, tree: RolloutTree, point: Checkpoint, env: gym.Env[Any, Any]) -> None:
+    async def walk(self, tree: RolloutTree, point: CapturedNode, env: gym.Env[Any, Any]) -> None:
         """Roll out one path from its start to its end."""
         task = asyncio.current_task()
         assert task is not None
@@ -311,7 +311,7 @@ class Asynchronous(Driver):
         """
         run, capturing, walk.broken = walk.run, None, None
         if self.schedule.watches(run.path) and not run.behind:
-            walk.point = Checkpoint(run.node, run.context.memory)
+            walk.point = CapturedNode(run.node, run.context.memory)
             capturing = asyncio.create_task(self.in_thread(partial(walk.point.capture, run.env)))
         walk.turns += 1
         since = self.waits.begin()
@@ -352,7 +352,7 @@ class Asynchronous(Driver):
         if not walk.start.pending:
             self.release((walk.run.tree.index, walk.start.node.owner))
 
-    def wait(self, run: LivePath, point: Checkpoint) -> None:
+    def wait(self, run: LivePath, point: CapturedNode) -> None:
         """Have the siblings that a path requested wait at a captured state, until an environment is free."""
         super().wait(run, point)
         ended = any(kept is point for kept in run.points)

@@ -30,7 +30,7 @@ from sandboxgym.errors import SnapshotCorrupt, SnapshotNotSupported
 from sandboxgym.serialization import pack, unpack
 from sandboxgym.tree.asynchronous import Asynchronous
 from sandboxgym.tree.envs import guarded
-from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
+from sandboxgym.tree.live import Acting, CapturedNode, LivePath, Reset
 from sandboxgym.tree.lockstep import Driver, Lockstep
 from sandboxgym.tree.nodes import Action, RolloutTree
 from sandboxgym.tree.policies import Context, Policy
@@ -290,7 +290,7 @@ class Journaling(Driver):
 
     # Snapshots of the process that ended.
 
-    def captured(self, point: Checkpoint) -> Any:
+    def captured(self, point: CapturedNode) -> Any:
         """The snapshot of a captured state; None if it ended with its process and has no durable copy."""
         gone = point.snap
         if not isinstance(gone, _Gone):

@@ -14,7 +14,7 @@ from sandboxgym.wrappers.jobs import Begun, EnvJob, EnvResult, Stepped, execute
 
 
 @dataclass(slots=True)
-class Checkpoint:
+class CapturedNode:
     """A captured node with the number of its users."""
 
     node: Node
@@ -50,9 +50,9 @@ class LivePath:
     env: gym.Env[Any, Any]
     node: Node
     context: Context
-    anchors: list[Checkpoint]
+    anchors: list[CapturedNode]
     """States to recover from, with ``retries``: the one where the path started, and the last one captured on it."""
-    points: list[Checkpoint] = field(default_factory=list)
+    points: list[CapturedNode] = field(default_factory=list)
     """States captured on it, where forks may be requested once it has ended."""
     lost: int = 0
     """Environments that failed on it."""
@@ -69,7 +69,7 @@ class Acting:
 
     run: LivePath
     action: Action
-    point: Checkpoint | None
+    point: CapturedNode | None
     look: Look | None
 
     def job(self) -> EnvJob:

@@ -23,7 +23,7 @@ from gymnasium.utils.env_checker import data_equivalence
 
 from sandboxgym.errors import SnapshotCorrupt, SnapshotMissing
 from sandboxgym.tree.envs import EnvSource, NearSource, ToldSource, described, logger
-from sandboxgym.tree.live import Acting, Checkpoint, LivePath, Reset
+from sandboxgym.tree.live import Acting, CapturedNode, LivePath, Reset
 from sandboxgym.tree.nodes import Action, Edge, Node, Path, PathKey, RolloutTree
 from sandboxgym.tree.policies import Clock, Context, Failure, Look, Policy, Recovery
 from sandboxgym.tree.schedules import Schedule
@@ -83,7 +83,7 @@ class Driver:
         self.capture_every = capture_every
         self.on_release: Callable[[tuple[int, PathKey]], Any] = getattr(policy, "release", lambda path: None)
         self.holds: Counter[tuple[int, PathKey]] = Counter()  # while a path is live, and a point on it kept
-        self.waiting: list[tuple[RolloutTree, Checkpoint]] = []
+        self.waiting: list[tuple[RolloutTree, CapturedNode]] = []
         self.taken: dict[int, gym.Env[Any, Any]] = {}
         self.near = envs if isinstance(envs, NearSource) else None
 
@@ -144,10 +144,10 @@ class Driver:
         tree = RolloutTree(reset.task, reset.index, root, kind=str(info.get("task_type", "")), snapshots=1)
         tree.snapshot_seconds = captured
         self.hold((reset.index, root.owner))
-        self.waiting += [(tree, Checkpoint(root, memory=None, pending=roots, snap=reset.snap, users=roots))] * roots
+        self.waiting += [(tree, CapturedNode(root, memory=None, pending=roots, snap=reset.snap, users=roots))] * roots
         return tree
 
-    def begun(self, tree: RolloutTree, point: Checkpoint, env: gym.Env[Any, Any]) -> LivePath:
+    def begun(self, tree: RolloutTree, point: CapturedNode, env: gym.Env[Any, Any]) -> LivePath:
         """A path that starts at a captured state, to which its environment has yet to be restored."""
         path = Path((*point.node.owner, point.node.depth, point.node.width), point.node)
         point.node.width += 1
@@ -157,16 +157,16 @@ class Driver:
         self.hold(context.path)
         return LivePath(tree, path, env, point.node, context, [point])
 
-    def point(self, run: LivePath, action: Action) -> Checkpoint | None:
+    def point(self, run: LivePath, action: Action) -> CapturedNode | None:
         """Captured node in which the action was decided: siblings start there, or may yet; or the path can recover."""
         count = self.schedule.now(run.tree, run.path, run.node, action)
         if not count and not self.schedule.watches(run.path):
             if not self.replays or not self.capture_every:
                 return None
             since = run.node.depth - run.anchors[-1].node.depth
-            return Checkpoint(run.node, run.context.memory, spare=True) if since >= self.capture_every else None
+            return CapturedNode(run.node, run.context.memory, spare=True) if since >= self.capture_every else None
         self.hold((run.tree.index, run.node.owner))
-        return Checkpoint(run.node, run.context.memory, pending=count)
+        return CapturedNode(run.node, run.context.memory, pending=count)
 
     def append_step(self, run: LivePath, action: Action, result: tuple[Any, Any, Any, Any, dict[str, Any]]) -> bool:
         """Append the result of a step to the path; True if the path continues."""
@@ -196,7 +196,7 @@ class Driver:
         node.stopped = bool(np.random.Generator(np.random.PCG64(coin)).random() >= node.survival)
         return not node.stopped
 
-    def keep(self, run: LivePath, point: Checkpoint, seconds: float) -> None:
+    def keep(self, run: LivePath, point: CapturedNode, seconds: float) -> None:
         """Record a captured state: siblings start there, or its path may request them once it has ended."""
         run.tree.snapshots += 1
         run.tree.snapshot_seconds += seconds
@@ -212,7 +212,7 @@ class Driver:
         elif not point.spare:
             run.points.append(point)
 
-    def wait(self, run: LivePath, point: Checkpoint) -> None:
+    def wait(self, run: LivePath, point: CapturedNode) -> None:
         """Have the siblings that a path requested wait at a captured state."""
         self.waiting += [(run.tree, point)] * point.pending
 
@@ -256,14 +256,14 @@ class Driver:
         """The restore of a path's environment to the state that the path starts from."""
         return EnvJob(run.env, restore=(run.anchors[0].snap, _seed(self.seed, run.tree.index, run.path.key)))
 
-    def replay_to(self, run: LivePath, anchor: Checkpoint, go: Callable[[Begun], T]) -> T:
+    def replay_to(self, run: LivePath, anchor: CapturedNode, go: Callable[[Begun], T]) -> T:
         """Replay a path's actions on an environment, from a captured state to its present node, then continue.
 
         With ``retries``, a captured state that was lost with what kept it, or damaged there, is replaced by an earlier
         one: that from which the path started, or else the reset to the task.
         """
         first = run.anchors[0]
-        origin: Checkpoint | None = None
+        origin: CapturedNode | None = None
         for point in (first,) if anchor is first else (anchor, first):
             seed = _seed(self.seed, run.tree.index, run.path.key) if point is first else None
             try:
@@ -289,7 +289,7 @@ class Driver:
         run.behind = False
         return go(begun)
 
-    def captured(self, point: Checkpoint) -> Any:
+    def captured(self, point: CapturedNode) -> Any:
         """The snapshot of a captured state; None if it ended with its process.
 
         Raises:
@@ -395,7 +395,7 @@ class Driver:
         """End a live path that was removed with the one it was forked off."""
         self.leave(run)
 
-    def forget(self, run: LivePath, point: Checkpoint) -> None:
+    def forget(self, run: LivePath, point: CapturedNode) -> None:
         """Forget a state that was to be captured on a path which is removed."""
         if point.snap is not None:
             point.snap.release()
@@ -424,7 +424,7 @@ class Lockstep(Driver):
         self.policy, self.background = policy, background
         self.deadline = None if timeout is None else time.monotonic() + timeout
         self.cohorts: list[_Cohort] = []
-        self.starting: dict[int, Checkpoint] = {}
+        self.starting: dict[int, CapturedNode] = {}
         """Starts of the paths of a wave that have no environment yet, by identity."""
 
     def run(self, tasks: Sequence[Any], indices: Sequence[int], max_live: int) -> list[RolloutTree]:
@@ -486,10 +486,10 @@ class Lockstep(Driver):
             self.drop_late(run)
         cohort.live = []
 
-    def divided(self, wave: Sequence[tuple[RolloutTree, Checkpoint]]) -> list[list[tuple[RolloutTree, Checkpoint]]]:
+    def divided(self, wave: Sequence[tuple[RolloutTree, CapturedNode]]) -> list[list[tuple[RolloutTree, CapturedNode]]]:
         """The paths of each cohort, those of one tree together, as evenly as that allows."""
-        paths: list[list[tuple[RolloutTree, Checkpoint]]] = [[] for _ in self.cohorts]
-        by_tree: dict[int, list[tuple[RolloutTree, Checkpoint]]] = {}
+        paths: list[list[tuple[RolloutTree, CapturedNode]]] = [[] for _ in self.cohorts]
+        by_tree: dict[int, list[tuple[RolloutTree, CapturedNode]]] = {}
         for tree, point in wave:
             by_tree.setdefault(id(tree), []).append((tree, point))
         for group in by_tree.values():
@@ -544,7 +544,7 @@ class Lockstep(Driver):
                 logger.warning("no environment could be made (%s), retries left: %d", described(error), retries_left)
         return self.take(near)
 
-    def start(self, cohort: _Cohort, wave: Sequence[tuple[RolloutTree, Checkpoint]]) -> None:
+    def start(self, cohort: _Cohort, wave: Sequence[tuple[RolloutTree, CapturedNode]]) -> None:
         """Restore an environment for each of these paths."""
         for tree, point in wave:
             cohort.live.append(self.begun(tree, point, self.obtained(point.snap)))

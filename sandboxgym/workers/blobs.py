@@ -29,7 +29,7 @@ _BATCH = 64
 """Files that are open at once while they are flushed together."""
 
 
-class Found(NamedTuple):
+class FoundBlob(NamedTuple):
     """A name with what is known about its bytes."""
 
     name: str
@@ -57,18 +57,18 @@ class Blobs(ABC):
         """Read bytes; raises FileNotFoundError."""
 
     @abstractmethod
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> FoundBlob | None:
         """Length and age of a name; None if it is not there."""
 
     @abstractmethod
-    def list(self, folder: str) -> list[Found]:
+    def list(self, folder: str) -> list[FoundBlob]:
         """All names below a folder."""
 
     @abstractmethod
     def delete(self, name: str) -> None:
         """Delete the bytes under a name, if there are any."""
 
-    def renew(self, found: Found, *, within: float) -> bool:
+    def renew(self, found: FoundBlob, *, within: float) -> bool:
         """Make a name young again; False if that takes writing it again, unless it is younger than so many seconds."""
         return found.age < within
 
@@ -150,15 +150,15 @@ class Directory(Blobs):
         """Read bytes; see `Blobs.read`."""
         return (self.path / name).read_bytes()
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> FoundBlob | None:
         """Length and age of a name; see `Blobs.find`."""
         try:
             status = (self.path / name).stat()
         except FileNotFoundError:
             return None
-        return Found(name, status.st_size, time.time() - status.st_mtime)
+        return FoundBlob(name, status.st_size, time.time() - status.st_mtime)
 
-    def list(self, folder: str) -> list[Found]:
+    def list(self, folder: str) -> list[FoundBlob]:
         """All names below a folder; see `Blobs.list`."""
         found = []
         for above, _, names in os.walk(self.path / folder):
@@ -172,7 +172,7 @@ class Directory(Blobs):
         """Delete a name; see `Blobs.delete`."""
         (self.path / name).unlink(missing_ok=True)
 
-    def renew(self, found: Found, *, within: float) -> bool:
+    def renew(self, found: FoundBlob, *, within: float) -> bool:
         """Set the time of a file; False if it was deleted."""
         try:
             os.utime(self.path / found.name)
@@ -251,14 +251,14 @@ class Url(Blobs):
         data: bytes = self._fs.cat_file(self._path(name))
         return data
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> FoundBlob | None:
         """Length and age of a name; see `Blobs.find`."""
         try:
             return self._found(self._fs.info(self._path(name)))
         except FileNotFoundError:
             return None
 
-    def list(self, folder: str) -> list[Found]:
+    def list(self, folder: str) -> list[FoundBlob]:
         """All names below a folder; see `Blobs.list`."""
         try:
             entries = self._fs.find(self._path(folder), detail=True)
@@ -274,9 +274,9 @@ class Url(Blobs):
     def _path(self, name: str) -> str:
         return f"{self._root}/{name}"
 
-    def _found(self, entry: dict[str, Any]) -> Found:
+    def _found(self, entry: dict[str, Any]) -> FoundBlob:
         name = str(entry["name"]).lstrip("/").removeprefix(self._root.lstrip("/")).lstrip("/")
-        return Found(name, int(entry["size"] or 0), _age(entry))
+        return FoundBlob(name, int(entry["size"] or 0), _age(entry))
 
 
 def _age(entry: dict[str, Any]) -> float:

@@ -1,8 +1,8 @@
 """The worker's side: environments in numbered slots, and the calls executed on them.
 
-The vocabulary shared by an owner (``worker.py``) and its workers: a `Call`, its `Outcome`, a `Shipped` snapshot, typed
-failures. Snapshots cross as their durable bytes, once: a host keeps the most recent ones that it took or received, by
-id.
+The vocabulary shared by an owner (``worker.py``) and its workers: a `Call`, its `CallOutcome`, a `Shipped` snapshot,
+typed failures. Snapshots cross as their durable bytes, once: a host keeps the most recent ones that it took or
+received, by id.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Call(NamedTuple):
     args: tuple[Any, ...] = ()
 
 
-class Outcome(NamedTuple):
+class CallOutcome(NamedTuple):
     """Result of a call: the value that it returned, or the exception that it raised."""
 
     value: Any

@@ -117,7 +117,7 @@ class Owner:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class FleetNode:
     """A node of the cluster, with what all owners have there."""
 
     id: str
@@ -138,7 +138,7 @@ class Node:
 class FleetStatus:
     """The nodes of a cluster and the owners that use them."""
 
-    nodes: list[Node]
+    nodes: list[FleetNode]
     owners: list[Owner]
 
     @property
@@ -172,7 +172,7 @@ def fleet_status() -> FleetStatus:
             if ":" not in name and name not in ("CPU", "GPU", "memory", "object_store_memory")
         }
         nodes.append(
-            Node(
+            FleetNode(
                 id=found["NodeID"],
                 address=found["NodeManagerAddress"],
                 head=_HEAD in resources,

@@ -37,10 +37,10 @@ from sandboxgym.core import Snapshot
 from sandboxgym.system import interpreter
 from sandboxgym.workers.env_host import (
     Call,
+    CallOutcome,
     CallTimedOut,
     Host,
     NotKept,
-    Outcome,
     RemoteTraceback,
     Shipped,
     WorkerDied,
@@ -96,13 +96,13 @@ class Worker(ABC):
             self._start()
 
     def post(self, calls: Sequence[Call]) -> None:
-        """Send calls; `take` gives one `Outcome` for each, in order. Starts the worker if it does not run."""
+        """Send calls; `take` gives one `CallOutcome` for each, in order. Starts the worker if it does not run."""
         self.start()
         self._since = time.monotonic()
         self._pending += len(calls)
         self._post(calls)
 
-    def take(self, timeout: float | None = None) -> Outcome:
+    def take(self, timeout: float | None = None) -> CallOutcome:
         """The next outcome.
 
         Args:
@@ -251,7 +251,7 @@ class Worker(ABC):
     def _post(self, calls: Sequence[Call]) -> None: ...
 
     @abstractmethod
-    def _take(self, timeout: float | None) -> Outcome: ...
+    def _take(self, timeout: float | None) -> CallOutcome: ...
 
 
 class InlineWorker(Worker):
@@ -286,16 +286,16 @@ class InlineWorker(Worker):
         """Close the environments."""
         self.kill()
 
-    def execute(self, calls: Mapping[int, Call]) -> dict[int, Outcome]:
+    def execute(self, calls: Mapping[int, Call]) -> dict[int, CallOutcome]:
         """`post` and `take` of all calls, each by its key: several times as fast, for there is nothing to wait for."""
         self.start()
         assert self._host is not None
         outcomes = {}
         for key, (slot, method, args) in calls.items():
             try:
-                outcomes[key] = Outcome(getattr(self._host, method)(slot, *args))
+                outcomes[key] = CallOutcome(getattr(self._host, method)(slot, *args))
             except Exception as error:  # the environment's, and its outcome
-                outcomes[key] = Outcome(None, error)
+                outcomes[key] = CallOutcome(None, error)
         return outcomes
 
     def step_all(self, actions: Sequence[Any]) -> list[Any]:
@@ -309,13 +309,13 @@ class InlineWorker(Worker):
     def _post(self, calls: Sequence[Call]) -> None:
         self._posted.extend(calls)
 
-    def _take(self, timeout: float | None) -> Outcome:
+    def _take(self, timeout: float | None) -> CallOutcome:
         assert self._host is not None
         call = self._posted.popleft()
         try:
-            return Outcome(self._host.perform(call))
+            return CallOutcome(self._host.perform(call))
         except Exception as error:  # the environment's, and its outcome
-            return Outcome(None, error)
+            return CallOutcome(None, error)
 
 
 class ThreadWorker(Worker):
@@ -329,7 +329,7 @@ class ThreadWorker(Worker):
     def __init__(self, *, keep: int = 64) -> None:
         super().__init__(keep=keep)
         self._calls: queue.SimpleQueue[Call | None] | None = None
-        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[CallOutcome] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._end: Callable[[], Any] = lambda: None
 
@@ -368,19 +368,19 @@ class ThreadWorker(Worker):
         for call in calls:
             self._calls.put(call)
 
-    def _take(self, timeout: float | None) -> Outcome:
+    def _take(self, timeout: float | None) -> CallOutcome:
         try:
             return self._outcomes.get(timeout=timeout)
         except queue.Empty:
             raise TimeoutError from None
 
 
-def _serve_thread(host: Host, calls: queue.SimpleQueue[Call | None], outcomes: queue.SimpleQueue[Outcome]) -> None:
+def _serve_thread(host: Host, calls: queue.SimpleQueue[Call | None], outcomes: queue.SimpleQueue[CallOutcome]) -> None:
     while (call := calls.get()) is not None:
         try:
-            outcomes.put(Outcome(host.perform(call)))
+            outcomes.put(CallOutcome(host.perform(call)))
         except BaseException as error:  # SystemExit in an environment must not end the thread with the caller waiting
-            outcomes.put(Outcome(None, error))
+            outcomes.put(CallOutcome(None, error))
     host.close_all()
 
 
@@ -458,7 +458,7 @@ class ProcessWorker(Worker):
         with contextlib.suppress(OSError):  # dead; take() says so
             self._pipe.send_bytes(pickle.dumps(packed(calls), pickle.HIGHEST_PROTOCOL))
 
-    def _take(self, timeout: float | None) -> Outcome:
+    def _take(self, timeout: float | None) -> CallOutcome:
         if self._pipe is None or self._process is None:
             raise WorkerDied("the worker process was ended by an earlier call")
         if not self._answers:
@@ -486,20 +486,20 @@ class ProcessWorker(Worker):
         return WorkerDied(f"worker process {process.pid} {how}")
 
 
-def outcome_of(answer: Answer) -> Outcome:
+def outcome_of(answer: Answer) -> CallOutcome:
     """The outcome that another process answered with; see ``process.answer_of``."""
     if isinstance(answer, tuple):
-        return Outcome(answer[0])
+        return CallOutcome(answer[0])
     try:
         failed, content = pickle.loads(answer)
         value = pickle.loads(content)
     except Exception as error:  # unpickling runs code of the environment's classes
-        return Outcome(None, error)
+        return CallOutcome(None, error)
     if not failed:
-        return Outcome(value)
+        return CallOutcome(value)
     exception, text = value
     exception.__cause__ = RemoteTraceback(text)
-    return Outcome(None, exception)
+    return CallOutcome(None, exception)
 
 
 PackedCall = tuple[int, str, bytes | tuple[Any, ...]]

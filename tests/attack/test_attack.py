@@ -17,7 +17,7 @@ import pytest
 from components import missing
 
 from sandboxgym import attack as package
-from sandboxgym.attack import BACKENDS, GROUPS, AttemptOutcome, Report, attempts
+from sandboxgym.attack import BACKENDS, GROUPS, AttackReport, AttemptOutcome, attempts
 from sandboxgym.attack import run as running
 from sandboxgym.attack.attempt import Attempt, NotApplicable, blocked, leaves_open, passed, unlimited
 from sandboxgym.attack.inside import answers
@@ -101,14 +101,14 @@ def outcomes(*verdicts: str) -> tuple[AttemptOutcome, ...]:
 
 
 def test_the_status_tells_what_was_found() -> None:
-    assert Report(outcomes("blocked", "declared", "not applicable")).status == 0
-    assert Report(outcomes("blocked", "passed")).status == 1
-    assert Report(outcomes("not applicable")).status == 2
-    assert Report(()).status == 2
+    assert AttackReport(outcomes("blocked", "declared", "not applicable")).status == 0
+    assert AttackReport(outcomes("blocked", "passed")).status == 1
+    assert AttackReport(outcomes("not applicable")).status == 2
+    assert AttackReport(()).status == 2
 
 
 def test_the_report_names_what_passed_in_every_form() -> None:
-    report = Report(outcomes("blocked", "passed", "declared"))
+    report = AttackReport(outcomes("blocked", "passed", "declared"))
     assert "escape/1 (toy): leaves: seen" in report.text()
     assert "escape/0 (" not in report.text() and "escape/0 (" in report.text(verbose=True)
     assert "| toy | escape | 1 | 1 | 1 | 0 |" in report.markdown()
@@ -154,7 +154,7 @@ def test_the_command_ends_with_the_status_of_what_it_found(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for verdict, status in (("blocked", 0), ("passed", 1), ("not applicable", 2)):
-        monkeypatch.setattr(package, "attack", lambda *_, found=verdict, **__: Report(outcomes(found)))
+        monkeypatch.setattr(package, "attack", lambda *_, found=verdict, **__: AttackReport(outcomes(found)))
         assert main(["doctor", "--attack", "--json"]) == status
         assert json.loads(capsys.readouterr().out)["status"] == status
 
@@ -238,7 +238,7 @@ shared.THINGS[{what!r}]()
 try:
     libc.check("mq_open", ctypes.create_string_buffer(b"attack-%d-1" % os.getpid()), os.O_RDWR, 0, None)
     sys.exit("the queue has a name")
-except answers.Answer as error:
+except answers.AttemptAnswer as error:
     assert "ENOENT" in str(error)
     print(os.getpid())
 """

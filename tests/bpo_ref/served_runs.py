@@ -12,7 +12,7 @@ from fake_engine import FakeServer
 
 from bpo_ref.args import Args
 from bpo_ref.learning.models import build_tiny, load_policy
-from bpo_ref.sampling.generate import Session
+from bpo_ref.sampling.generate import SamplingSession
 from bpo_ref.sampling.served import ServedSession
 from bpo_ref.train import Trainer
 from sandboxgym.tree import RolloutTree
@@ -57,7 +57,7 @@ def trainer_of(folder: Path, out: Path, *servers: Any, **options: Any) -> Traine
 
 def greedily(monkeypatch: pytest.MonkeyPatch) -> None:
     """All samplers take the most probable token."""
-    for kind in (Session, ServedSession):
+    for kind in (SamplingSession, ServedSession):
         generate = kind.generate
         monkeypatch.setattr(kind, "generate", lambda self, rows, rngs=None, generate=generate: generate(self, rows))
     asked = ServedSession._requests

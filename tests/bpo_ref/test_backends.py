@@ -20,7 +20,7 @@ from bpo_ref import eval as eval_module
 from bpo_ref.args import Args
 from bpo_ref.learning import packing
 from bpo_ref.learning.models import build_tiny
-from bpo_ref.sampling.backends import Backend, LocalBackendName, make_backend
+from bpo_ref.sampling.backends import LocalBackendName, SamplingBackend, make_backend
 from bpo_ref.sampling.continuous import ContinuousGenerator, GenerationFailed
 from bpo_ref.sampling.generate import ContextOverflow, StaleSession, score
 from bpo_ref.sampling.policy import ChatPolicy
@@ -60,7 +60,7 @@ def qwen2() -> Any:
     return model_of(Qwen2Config, Qwen2ForCausalLM)
 
 
-def backend_of(name: Any, model: Any, *, entropies: bool = True, tokens: int = 5) -> Backend:
+def backend_of(name: Any, model: Any, *, entropies: bool = True, tokens: int = 5) -> SamplingBackend:
     options: dict[str, Any] = {"max_new_tokens": tokens, "temperature": 0.7, "context_limit": LIMIT}
     return make_backend(name, model, stop_ids=STOPS, entropies=entropies, **options)
 
@@ -74,7 +74,7 @@ def streams(count: int) -> list[np.random.Generator]:
     return [np.random.default_rng([3, i]) for i in range(count)]
 
 
-def conversation(backend: Backend) -> list[list[int]]:
+def conversation(backend: SamplingBackend) -> list[list[int]]:
     """Greedy turns of rows that go on, are forked early and late, come and go."""
     session = backend.open(contexts(3))
     session.generate([0, 1, 2])

@@ -223,7 +223,7 @@ def test_what_is_seen_is_recorded_and_only_the_rest_is_done_again(run, tmp_path,
 
 
 def checked(name, **more):
-    usual = record.Check(
+    usual = record.RowCheck(
         **dict.fromkeys(("task", "image_id"), "sha256:0123456789abcdef"),
         **dict.fromkeys(("network", "empty_resolves", "needs_network", "flaky"), False),
         instance_id=name,

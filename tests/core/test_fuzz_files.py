@@ -29,7 +29,7 @@ import sandboxgym
 from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotError, serialization
 from sandboxgym.sandbox.base import RootFS, SandboxFull
 from sandboxgym.sandbox.files import archive
-from sandboxgym.sandbox.files.portable import Header, Reader, Writer, entries
+from sandboxgym.sandbox.files.portable import ArchiveHeader, ArchiveWriter, Reader, entries
 from sandboxgym.sandbox.layers.store import LayerStore, OverlayTree
 
 FILES = int(os.environ.get("SANDBOXGYM_FUZZ_FILES", "12000"))
@@ -256,7 +256,7 @@ class Copy:
         os.link(source / "d/file", source / "hard")
         os.symlink("../../..", source / "soft")
         os.mkfifo(source / "pipe")
-        writer = Writer(Header("empty", ("gone", "d/gone"), {"root": "/somewhere/root"}))
+        writer = ArchiveWriter(ArchiveHeader("empty", ("gone", "d/gone"), {"root": "/somewhere/root"}))
         for name, _ in entries(source):
             writer.file(source, name)
         self.data = writer.finish()

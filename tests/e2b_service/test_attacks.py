@@ -280,7 +280,7 @@ def test_a_command_that_prints_faster_than_it_is_read_waits(e2b: Any, box: Any) 
 
 def test_too_many_requests_are_told_when_to_come_again(e2b: Any) -> None:
     from sandboxgym.e2b.app import make_app
-    from sandboxgym.e2b.quotas import Quotas, Rate, Refused
+    from sandboxgym.e2b.quotas import Quotas, Rate, RequestRefused
     from sandboxgym.e2b.service import Service
 
     async def ask() -> list[httpx.Response]:
@@ -294,6 +294,6 @@ def test_too_many_requests_are_told_when_to_come_again(e2b: Any) -> None:
     assert second.json()["code"] == 429 and 1 <= int(second.headers["retry-after"]) <= 10
     rate = Rate(5)
     rate.take(50)
-    with pytest.raises(Refused, match="rate limit of 5 per second") as refused:
+    with pytest.raises(RequestRefused, match="rate limit of 5 per second") as refused:
         rate.take(20)
     assert refused.value.retry is not None and 3 < refused.value.retry <= 4

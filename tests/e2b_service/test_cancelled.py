@@ -19,8 +19,8 @@ import httpx
 from sandboxgym.e2b import service as module
 from sandboxgym.e2b.app import make_app
 from sandboxgym.e2b.commands import Commands
-from sandboxgym.e2b.quotas import Quotas, Refused
-from sandboxgym.e2b.service import Box, Service
+from sandboxgym.e2b.quotas import Quotas, RequestRefused
+from sandboxgym.e2b.service import LiveSandbox, Service
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.system import refusals
 from sandboxgym.system.serving import telling
@@ -35,9 +35,9 @@ def make_service(**quotas: int) -> Service:
     return Service({"base": "host"}, None, quotas=Quotas(**quotas))
 
 
-def make_box(service: Service, name: str = "one") -> Box:
+def make_box(service: Service, name: str = "one") -> LiveSandbox:
     commands = Commands(os.open)
-    return Box(name, service.tenant(None), "base", "base", SimpleNamespace(), commands, {}, {})  # type: ignore[arg-type]
+    return LiveSandbox(name, service.tenant(None), "base", "base", SimpleNamespace(), commands, {}, {})  # type: ignore[arg-type]
 
 
 def test_a_call_that_is_given_up_keeps_its_sandbox_until_its_thread_has_ended() -> None:
@@ -113,7 +113,7 @@ def test_a_sandbox_ends_in_time_though_the_clock_is_set_back(monkeypatch: pytest
         service = make_service()
         ended: asyncio.Queue[str] = asyncio.Queue()
 
-        async def kill(box: Box) -> None:
+        async def kill(box: LiveSandbox) -> None:
             ended.put_nowait(box.id)
 
         monkeypatch.setattr(service, "kill", kill)
@@ -137,7 +137,7 @@ def test_snapshots_at_the_same_time_stay_within_the_quota(monkeypatch: pytest.Mo
     async def play() -> list[Any]:
         service = make_service(kept=1)
 
-        async def capture(box: Box, sandbox: Any, *, fully: bool | None) -> Any:
+        async def capture(box: LiveSandbox, sandbox: Any, *, fully: bool | None) -> Any:
             await let_others_run()
             return SimpleNamespace(snapshot=SimpleNamespace(release=lambda: None))
 
@@ -146,7 +146,7 @@ def test_snapshots_at_the_same_time_stay_within_the_quota(monkeypatch: pytest.Mo
         return await asyncio.gather(*(service.snapshot(box, None, fully=None) for box in boxes), return_exceptions=True)
 
     first, second = asyncio.run(play())
-    assert not isinstance(first, BaseException) and isinstance(second, Refused) and second.status == 429
+    assert not isinstance(first, BaseException) and isinstance(second, RequestRefused) and second.status == 429
 
 
 def test_a_creation_that_is_cancelled_closes_its_sandboxes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,7 +207,7 @@ def test_what_is_refused_is_logged_once(
         box = make_box(make_service())
         box.token = "right"
 
-        async def lives(box: Box) -> bool:
+        async def lives(box: LiveSandbox) -> bool:
             return False
 
         monkeypatch.setattr(service, "find", lambda tenant, name: box)
@@ -231,7 +231,7 @@ def test_a_sandbox_that_fails_where_nobody_expects_it_is_an_answer_in_the_protoc
         box = make_box(service)
         monkeypatch.setattr(service, "find", lambda tenant, name: box)
 
-        async def fail(box: Box) -> bool:
+        async def fail(box: LiveSandbox) -> bool:
             raise SandboxError("its mounts are gone")
 
         monkeypatch.setattr(service, "has_ended", fail)

@@ -15,7 +15,7 @@ import pytest
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="userfaultfd is Linux's")
 if sys.platform == "linux":
     from sandboxgym.system import userfaults
-    from sandboxgym.system.userfaults import Memory, ranges_of
+    from sandboxgym.system.userfaults import ProcessMemory, ranges_of
 
 PAGE = os.sysconf("SC_PAGESIZE") if hasattr(os, "sysconf") else 4096
 SOURCE = 1 << 40
@@ -62,7 +62,7 @@ class Simulated:
     def __init__(self, belongs: dict[int, int | None], there: dict[int, int | None] | None = None) -> None:
         self.belongs, self.there = belongs, there or {}
         self.reader, self.writer = os.pipe2(os.O_NONBLOCK)
-        self.memory: Memory
+        self.memory: ProcessMemory
         self.busy = False
 
     def tell(self, event: int, *values: int) -> None:
@@ -115,7 +115,7 @@ def processes(draw: random.Random, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         ranges.append((base * PAGE, (base + size) * PAGE, offset * PAGE))
         belongs |= {(base + at) * PAGE: offset + at for at in range(size)}
     made = [Simulated(belongs)]
-    made[0].memory = Memory(made[0].reader, ranges, SOURCE)
+    made[0].memory = ProcessMemory(made[0].reader, ranges, SOURCE)
 
     def ioctl(descriptor: int, request: int, answer: bytearray, mutate: bool) -> None:
         (one,) = (one for one in made if one.reader == descriptor)
@@ -185,7 +185,7 @@ def test_each_page_gets_what_belongs_there(processes: list[Simulated], draw: ran
 
 def test_a_late_report_does_not_take_what_was_moved_there_since(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Simulated({100 * PAGE: 1, 200 * PAGE: 2})
-    one.memory = Memory(one.reader, [(page * PAGE, (page + 1) * PAGE, 0) for page in (100, 200)], SOURCE)
+    one.memory = ProcessMemory(one.reader, [(page * PAGE, (page + 1) * PAGE, 0) for page in (100, 200)], SOURCE)
     monkeypatch.setattr("fcntl.ioctl", lambda *_: None)
     one.tell(REMAP, 100 * PAGE, 300 * PAGE, PAGE)
     one.tell(REMAP, 200 * PAGE, 100 * PAGE, PAGE)  # of another thread
@@ -208,7 +208,7 @@ def test_threads_may_report_in_another_order_than_they_acted(
     offsets = {start: 50 * index for index, (start, _) in enumerate(pieces)}
     one = Simulated({start + at * PAGE: offsets[start] + at for start, size in pieces for at in range(size)})
     ranges = [(start, start + size * PAGE, offsets[start] * PAGE) for start, size in pieces]
-    one.memory = Memory(one.reader, ranges, SOURCE)
+    one.memory = ProcessMemory(one.reader, ranges, SOURCE)
     monkeypatch.setattr("fcntl.ioctl", lambda descriptor, request, answer, mutate: one.ioctl(request, answer, draw))
     monkeypatch.setattr(userfaults, "MOST", 4 * PAGE)
     one.memory._size = PAGE
@@ -258,7 +258,7 @@ def test_what_arrived_may_be_moved_on(reused: bool, monkeypatch: pytest.MonkeyPa
     draw = random.Random(0)
     one = Simulated({300 * PAGE: 1, (100 if reused else 400) * PAGE: 2})
     ranges = [(200 * PAGE, 201 * PAGE, PAGE), (400 * PAGE, 401 * PAGE, 2 * PAGE)]
-    one.memory = Memory(one.reader, ranges, SOURCE)
+    one.memory = ProcessMemory(one.reader, ranges, SOURCE)
     monkeypatch.setattr("fcntl.ioctl", lambda descriptor, request, answer, mutate: one.ioctl(request, answer, draw))
     for old, new in [(200, 100), (100, 300), *([(400, 100)] if reused else [])]:
         one.tell(REMAP, old * PAGE, new * PAGE, PAGE)
@@ -273,7 +273,7 @@ def test_what_arrived_may_be_moved_on(reused: bool, monkeypatch: pytest.MonkeyPa
 
 def test_a_process_that_has_ended_is_found_out_at_the_first_request(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Simulated({})
-    one.memory = Memory(one.reader, [(100 * PAGE, 900 * PAGE, 0)], SOURCE)
+    one.memory = ProcessMemory(one.reader, [(100 * PAGE, 900 * PAGE, 0)], SOURCE)
     asked = []
 
     def ioctl(descriptor: int, request: int, answer: bytearray, mutate: bool) -> None:
@@ -289,7 +289,7 @@ def test_a_process_that_has_ended_is_found_out_at_the_first_request(monkeypatch:
 
 def test_memory_is_not_whole_while_it_only_seems_to_have_gone() -> None:
     one = Simulated({})
-    one.memory = Memory(one.reader, [(200 * PAGE, 201 * PAGE, 0)], SOURCE)
+    one.memory = ProcessMemory(one.reader, [(200 * PAGE, 201 * PAGE, 0)], SOURCE)
     one.tell(REMAP, 200 * PAGE, 100 * PAGE, PAGE)
     one.tell(UNMAP, 100 * PAGE, 101 * PAGE)  # perhaps of what was there before
     one.memory.read()
@@ -299,7 +299,7 @@ def test_memory_is_not_whole_while_it_only_seems_to_have_gone() -> None:
 
 def test_what_is_not_found_may_have_been_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     one = Simulated({})
-    one.memory = Memory(one.reader, [(100 * PAGE, 101 * PAGE, 0)], SOURCE)
+    one.memory = ProcessMemory(one.reader, [(100 * PAGE, 101 * PAGE, 0)], SOURCE)
     codes = [errno.ENOENT]
 
     def ioctl(descriptor: int, request: int, answer: bytearray, mutate: bool) -> None:

@@ -23,7 +23,7 @@ from sandboxgym.sandbox.base import LONGEST_COMMAND, READ_LIMIT, FileTooLarge, S
 from sandboxgym.sandbox.files.reading import FLAGS, beginning, regular_file
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 from sandboxgym.sandbox.shell import bash as shell_process
-from sandboxgym.sandbox.shell.bash import MAX_STATE, Report, parse_reports
+from sandboxgym.sandbox.shell.bash import MAX_STATE, BashReport, parse_reports
 from sandboxgym.sandbox.shell.state import SECTIONS, ShellState
 from sandboxgym.sandbox.shell.terminal import plain_text
 
@@ -223,14 +223,14 @@ def test_whatever_stands_in_the_pipe_of_reports(pieces: list[bytes]) -> None:
 
 def test_reports_are_taken_to_the_letter() -> None:
     line = f"{NONCE} end 7\n".encode()
-    assert parse_reports(line) == ([Report(NONCE, "end", 7)], b"")
-    assert parse_reports(b"half a line" + line) == ([Report(NONCE, "end", 7)], b"")
+    assert parse_reports(line) == ([BashReport(NONCE, "end", 7)], b"")
+    assert parse_reports(b"half a line" + line) == ([BashReport(NONCE, "end", 7)], b"")
     for wrong in (b"9" * 5000, b"-1", b"1_0", b" 1", b"1 2", "\u0661".encode()):
         assert parse_reports(f"{NONCE} end ".encode() + wrong + b"\n")[0] == []
     received = b""
     for at in range(0, len(line), 3):  # it may come in pieces
         reports, received = parse_reports(received + line[at : at + 3])
-    assert reports == [Report(NONCE, "end", 7)]
+    assert reports == [BashReport(NONCE, "end", 7)]
 
 
 def test_a_flood_without_line_ends_is_not_kept(any_box: Sandbox) -> None:
@@ -360,7 +360,7 @@ def test_a_process_whose_first_thread_has_ended_is_alive() -> None:
 
 
 def test_an_error_names_a_few_processes_of_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = [process_table.Row(2**22 + n, 1, 1, "S", "1", "y" * 1000) for n in range(1000)]
+    rows = [process_table.ProcessRow(2**22 + n, 1, 1, "S", "1", "y" * 1000) for n in range(1000)]
     monkeypatch.setattr(process_table, "_PATIENCE", -1.0)
     monkeypatch.setattr(process_table, "table", lambda only: rows)
     with pytest.raises(SandboxError, match="1000 processes") as caught:

@@ -22,7 +22,7 @@ from sandboxgym.errors import SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.sandbox.base import Backend, FileTree, Limits, RootFS, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.copy import backend as plain
 from sandboxgym.sandbox.copy.backend import CopyBackend
-from sandboxgym.sandbox.files.portable import Header, Reader, Writer
+from sandboxgym.sandbox.files.portable import ArchiveHeader, ArchiveWriter, Reader
 from sandboxgym.system import run_directories
 
 
@@ -333,7 +333,7 @@ def test_after_the_owner_was_killed_nothing_is_left(runtime: Path) -> None:
 
 
 def archive_with(info: tarfile.TarInfo, *, before: tarfile.TarInfo | None = None) -> bytes:
-    writer = Writer(Header("directory:test"))
+    writer = ArchiveWriter(ArchiveHeader("directory:test"))
     stream = writer._tar
     for member in (before, info):
         if member is not None:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandboxgym.bench.table.row import Options, Pair, Row, RowUnavailable
+from sandboxgym.bench.table.row import Options, Pair, RowUnavailable, TableRow
 
 
 def steady(options: Options) -> Iterator[Pair]:
@@ -66,6 +66,6 @@ def hanging(options: Options) -> Iterator[Pair]:
 
 
 ROWS = tuple(
-    Row(f"test.{each.__name__}", each.__name__, "nothing", each)
+    TableRow(f"test.{each.__name__}", each.__name__, "nothing", each)
     for each in (steady, few, missing, failing, dying, littering, hanging)
 )

@@ -96,7 +96,7 @@ def test_what_another_machine_has_not_completed_waits_for_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(tmp_path))
-    owner = run_directories.Owner(pid=1, started="1", boot="another", namespace="pid:[1]", host="elsewhere")
+    owner = run_directories.ProcessIdentity(pid=1, started="1", boot="another", namespace="pid:[1]", host="elsewhere")
     path = tmp_path / f".claim-{run_directories._name(owner)}-abcdefgh"
     path.mkdir()
     assert run_directories.reap() == []

@@ -14,7 +14,7 @@ from worker_envs import Trouble
 from sandboxgym.sandbox.base import SandboxUnavailable
 from sandboxgym.tree import Action, Envs, Failure, ForkAt, rollout
 from sandboxgym.workers import fleet, fleet_status
-from sandboxgym.workers.env_host import FleetError, HostCounts, Outcome
+from sandboxgym.workers.env_host import CallOutcome, FleetError, HostCounts
 from sandboxgym.workers.fleet import RayEnvs
 from sandboxgym.workers.fleet_status import Owner, Reporter, Usage
 from sandboxgym.workers.nodes.worker import RayWorker
@@ -85,7 +85,7 @@ class Pretended(InlineWorker):
         super().kill()
         self.asked, self.node = False, None
 
-    def _take(self, timeout: float | None) -> Outcome:
+    def _take(self, timeout: float | None) -> CallOutcome:
         CLUSTER.here = self.node
         return super()._take(timeout)
 

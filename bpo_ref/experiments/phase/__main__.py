@@ -20,7 +20,7 @@ from pathlib import Path
 
 from bpo_ref.experiments.phase.diagram import FOLDER, SETTINGS, DiagramSetting, read_settings, table
 from bpo_ref.experiments.phase.measure import rounded, sweep
-from bpo_ref.experiments.variance import Study
+from bpo_ref.experiments.variance import VarianceStudy
 
 DOCS = Path("docs")
 
@@ -32,7 +32,7 @@ def place(given: argparse.Namespace) -> None:
     if any(setting.name == given.name for setting in read_settings(given.docs)):
         return
     found = measured(
-        Study(
+        VarianceStudy(
             given.checkpoint,
             given.config,
             env_kwargs=tuple(given.env_kwargs),

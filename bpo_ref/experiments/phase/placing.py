@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from bpo_ref.args import Args
 from bpo_ref.baselines import Memory, independent
 from bpo_ref.experiments.laboratory import Laboratory
-from bpo_ref.experiments.variance import Estimate, Study, interval
+from bpo_ref.experiments.variance import Estimate, VarianceStudy, interval
 from bpo_ref.train import assign_credit
 from sandboxgym.tree import Edge, RolloutTree
 
@@ -26,7 +26,7 @@ POOLED, PLAIN, FORKED = "rloo-pooled:roots=8", "rloo:roots=8", "vineppo:roots=2,
 
 
 @dataclass(frozen=True)
-class Place:
+class DiagramPlace:
     """A setting's place on the diagram, with 90 % intervals over tasks.
 
     Attributes:
@@ -69,7 +69,7 @@ def forked(tree: RolloutTree, args: Args) -> list[tuple[Edge, float]]:
     return found
 
 
-def place(study: Study) -> Place:
+def place(study: VarianceStudy) -> DiagramPlace:
     """Measure L and ρ.
 
     Args:
@@ -103,15 +103,15 @@ def place(study: Study) -> Place:
 
 def placed(
     a: NDArray[np.float64], c: NDArray[np.float64], d: NDArray[np.float64], reward: float, turns: float, *,
-    rollouts: int, study: Study,
-) -> Place:  # fmt: skip
+    rollouts: int, study: VarianceStudy,
+) -> DiagramPlace:  # fmt: skip
     """L and ρ of sums of squared errors [repeats, tasks]: of the others' mean, the pooled baseline, exact values."""
     tasks = a.shape[1]
     weights = np.random.default_rng(study.seed).multinomial(tasks, np.full(tasks, 1 / tasks), size=study.bootstrap)
     weights = np.concatenate([np.ones((1, tasks)), weights]) / tasks
     others, base, exact = (weights @ part.mean(axis=0) for part in (a, c, d))
     mean = others * (rollouts - 1) / rollouts  # without the noise of the others' mean
-    return Place(
+    return DiagramPlace(
         interval(exact / mean),
         interval((mean - base) / (mean - exact)),
         interval(base / others),

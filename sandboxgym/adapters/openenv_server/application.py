@@ -23,7 +23,7 @@ import gymnasium as gym
 
 from sandboxgym.adapters.openenv_server.endpoints import Served
 from sandboxgym.adapters.openenv_server.protocol import LARGEST, VERBS, text_of
-from sandboxgym.adapters.openenv_server.sessions import Answer, Limits, Refused, Sessions, brief_text
+from sandboxgym.adapters.openenv_server.sessions import Answer, EnvSessions, Limits, SessionRefused, brief_text
 from sandboxgym.brief import brief
 from sandboxgym.system.refusals import tell
 from sandboxgym.system.serving import serve
@@ -60,7 +60,7 @@ def application(
     from starlette.responses import Response
     from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
-    sessions = Sessions(makers, limits or Limits())
+    sessions = EnvSessions(makers, limits or Limits())
     all_served = [Served(name, sessions) for name in makers]
     for served in all_served:
         served.look()
@@ -70,7 +70,7 @@ def application(
             status, told = 200, None
             try:
                 told = await work(request)
-            except Refused as error:
+            except SessionRefused as error:
                 status, told = STATUS.get(error.code, 422 if error.code == "INVALID_JSON" else 409), str(error)
             except NotImplementedError as error:
                 status, told = 501, brief_text(error)

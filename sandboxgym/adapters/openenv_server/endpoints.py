@@ -34,9 +34,9 @@ from sandboxgym.adapters.openenv_server.sessions import (
     MOST_ROWS,
     SPLIT,
     Answer,
-    Refused,
-    Session,
-    Sessions,
+    EnvSession,
+    EnvSessions,
+    SessionRefused,
     row,
     rows,
     schema_of,
@@ -55,7 +55,7 @@ log = logging.getLogger("sandboxgym")
 class Served:
     """One environment's endpoints. Paths are relative to where it is mounted."""
 
-    def __init__(self, name: str, sessions: Sessions) -> None:
+    def __init__(self, name: str, sessions: EnvSessions) -> None:
         self.name = name
         self.sessions = sessions
         self._reading = threading.Lock()  # of tasks, which environments may load when they are first read
@@ -97,7 +97,7 @@ class Served:
         """Close the environment that was made for its description."""
         self._env.close()
 
-    async def do(self, session: Session, verb: str, data: Any) -> Answer:
+    async def do(self, session: EnvSession, verb: str, data: Any) -> Answer:
         """Carry out one message on a session."""
         given = self.check(verb, data)
         if verb == "fork":
@@ -111,32 +111,32 @@ class Served:
     async def ws(self, websocket: WebSocket) -> None:
         """Answer the messages of a client, until it or its session ends."""
 
-        async def answer(session: Session, text: str) -> Answer | None:
+        async def answer(session: EnvSession, text: str) -> Answer | None:
             message = parsed(text)
             if not isinstance(message, dict):
-                raise Refused("VALIDATION_ERROR", f"expected a message as an object, found {brief(message, 80)}")
+                raise SessionRefused("VALIDATION_ERROR", f"expected a message as an object, found {brief(message, 80)}")
             kind = message.get("type", "")
             if kind == "close":
                 return None
             if not isinstance(kind, str) or (kind not in VERBS and kind not in ("state", "mcp")):
                 known = ", ".join([*VERBS, "state", "mcp", "close"])
-                raise Refused("UNKNOWN_TYPE", f"Unknown message type: expected {known}, found {brief(kind, 80)}")
+                raise SessionRefused("UNKNOWN_TYPE", f"Unknown message type: expected {known}, found {brief(kind, 80)}")
             fields = {"type"} if kind == "state" else {"type", "data"}
             if unknown := [brief(name, 40) for name in list(message)[:100] if name not in fields]:
-                raise Refused(
+                raise SessionRefused(
                     "VALIDATION_ERROR",
                     f"expected the fields {' and '.join(sorted(fields))}, found {', '.join(unknown[:10])}",
                 )
             if kind == "state":
                 return {"type": "state", "data": await self.sessions.call(session, session.state, {})}
             if "data" not in message and (kind == "mcp" or VERBS[kind].wants_data):
-                raise Refused("VALIDATION_ERROR", f"expected data with {kind}, found none")
+                raise SessionRefused("VALIDATION_ERROR", f"expected data with {kind}, found none")
             data = message.get("data", {})
             if kind == "mcp":
                 return {"type": "mcp", "data": await self.rpc(data, session, client=websocket.client)}
             return {"type": VERBS[kind].answers, "data": await self.do(session, kind, data)}
 
-        def refused(error: Refused) -> Answer:
+        def refused(error: SessionRefused) -> Answer:
             return {"type": "error", "data": {"message": str(error), "code": error.code}}
 
         await self._converse(websocket, answer, refused)
@@ -144,10 +144,10 @@ class Served:
     async def mcp_ws(self, websocket: WebSocket) -> None:
         """Answer JSON-RPC of an agent on a session of its own."""
 
-        async def answer(session: Session, text: str) -> Answer:
+        async def answer(session: EnvSession, text: str) -> Answer:
             return await self.rpc(rpc_parsed(text), session, client=websocket.client)
 
-        def refused(error: Refused) -> Answer:
+        def refused(error: SessionRefused) -> Answer:
             return rpc_error(None, SERVER_ERROR, str(error))
 
         await self._converse(websocket, answer, refused)
@@ -155,24 +155,24 @@ class Served:
     async def _converse(
         self,
         websocket: WebSocket,
-        answer: Callable[[Session, str], Awaitable[Answer | None]],
-        refused: Callable[[Refused], Answer],
+        answer: Callable[[EnvSession, str], Awaitable[Answer | None]],
+        refused: Callable[[SessionRefused], Answer],
     ) -> None:
         from starlette.websockets import WebSocketDisconnect
 
         await websocket.accept()
-        session: Session | None = None
+        session: EnvSession | None = None
         try:
             try:
                 session = await self._session_of(websocket.query_params.get("session_id"))
-            except Refused as error:
+            except SessionRefused as error:
                 tell(websocket.client, f"{self.name}: {error.code}", error)
                 await websocket.send_text(text_of(refused(error)))
                 return
             while (text := await self._next(websocket, session)) is not None:
                 try:
                     told = await answer(session, text)
-                except Refused as error:
+                except SessionRefused as error:
                     tell(websocket.client, f"{self.name}: {error.code}", error)
                     told = refused(error)
                 if told is None:
@@ -182,7 +182,7 @@ class Served:
                     return
             if session.ended.is_set():
                 await websocket.send_text(
-                    text_of(refused(Refused("SESSION_ERROR", f"the session ended: {session.why}")))
+                    text_of(refused(SessionRefused("SESSION_ERROR", f"the session ended: {session.why}")))
                 )
         except (WebSocketDisconnect, RuntimeError, OSError) as error:  # the other end is gone
             log.debug("%s: the connection ended: %s", self.name, error)
@@ -194,18 +194,20 @@ class Served:
             with contextlib.suppress(WebSocketDisconnect, RuntimeError, OSError):
                 await websocket.close()
 
-    async def _session_of(self, wanted: str | None) -> Session:
+    async def _session_of(self, wanted: str | None) -> EnvSession:
         if wanted is None:
             session = await self.sessions.create(self.name)
         else:
             session = self.sessions.find(self.name, wanted)
             if session.attached:
-                raise Refused("SESSION_ERROR", f"expected a session without a connection, found {brief(wanted, 80)}")
+                raise SessionRefused(
+                    "SESSION_ERROR", f"expected a session without a connection, found {brief(wanted, 80)}"
+                )
         session.attached = session.touched = True
         return session
 
     @staticmethod
-    async def _next(websocket: WebSocket, session: Session) -> str | None:
+    async def _next(websocket: WebSocket, session: EnvSession) -> str | None:
         """The next message; None where the client or the session ended."""
         message = asyncio.ensure_future(websocket.receive())
         end = asyncio.ensure_future(session.ended.wait())
@@ -224,44 +226,44 @@ class Served:
 
     # MCP, by HTTP or within a WebSocket.
 
-    async def rpc(self, given: Any, session: Session | None = None, *, client: Any) -> Answer:
+    async def rpc(self, given: Any, session: EnvSession | None = None, *, client: Any) -> Answer:
         """Answer a JSON-RPC request, on this session, or on that of its ``session_id``, or on one for this call.
 
         A refusal is logged with the address of the client.
         """
         try:
             request = self.check("rpc", given, "request")
-        except Refused as error:
+        except SessionRefused as error:
             tell(client, f"{self.name}: {error.code}", error)
             return rpc_error(rpc_id(given), INVALID_REQUEST, f"Invalid request: {error}")
         number, method, params = request.get("id"), request["method"], dict(request.get("params", {}))
         try:
             return {"jsonrpc": "2.0", "id": number, "result": await self._rpc_result(method, params, session)}
-        except Refused as error:
+        except SessionRefused as error:
             tell(client, f"{self.name}: {error.code}", error)
             codes = {"VALIDATION_ERROR": INVALID_PARAMS, "UNKNOWN_TYPE": METHOD_NOT_FOUND}
             return rpc_error(number, codes.get(error.code, SERVER_ERROR), str(error))
 
-    async def _rpc_result(self, method: str, params: dict[str, Any], session: Session | None) -> Any:
+    async def _rpc_result(self, method: str, params: dict[str, Any], session: EnvSession | None) -> Any:
         if method == "tools/list":
             return {"tools": self._tools()}
         if method == "openenv/session/create":
             return {"session_id": (session or await self.sessions.create(self.name, owned=False)).id}
         wanted = params.pop("session_id", None)
         if wanted is not None and not isinstance(wanted, str):
-            raise Refused("VALIDATION_ERROR", f"expected session_id as text, found {brief(wanted, 80)}")
+            raise SessionRefused("VALIDATION_ERROR", f"expected session_id as text, found {brief(wanted, 80)}")
         if method == "openenv/session/close":
             if wanted is None:
-                raise Refused("VALIDATION_ERROR", "expected a session_id, found none")
+                raise SessionRefused("VALIDATION_ERROR", "expected a session_id, found none")
             found = self.sessions.find(self.name, wanted)
             await self.sessions.ended(found, "it was closed")
             return {"session_id": wanted, "closed": True}
         if method != "tools/call":
             known = "tools/list, tools/call, openenv/session/create, openenv/session/close"
-            raise Refused("UNKNOWN_TYPE", f"Method not found: expected {known}, found {brief(method, 80)}")
+            raise SessionRefused("UNKNOWN_TYPE", f"Method not found: expected {known}, found {brief(method, 80)}")
         name, arguments = params.get("name"), params.get("arguments", {})
         if not isinstance(name, str) or name not in TOOLS:
-            raise Refused("VALIDATION_ERROR", f"expected a tool ({', '.join(TOOLS)}), found {brief(name, 80)}")
+            raise SessionRefused("VALIDATION_ERROR", f"expected a tool ({', '.join(TOOLS)}), found {brief(name, 80)}")
         if session is None and wanted is not None:
             session = self.sessions.find(self.name, wanted)
         temporary = None if session else await self.sessions.create(self.name)
@@ -291,21 +293,23 @@ class Served:
         body = await _body(request)
         wanted = body.pop("session_id", None)
         if wanted is not None and not isinstance(wanted, str):
-            raise Refused("VALIDATION_ERROR", f"expected session_id as text, found {brief(wanted, 80)}")
+            raise SessionRefused("VALIDATION_ERROR", f"expected session_id as text, found {brief(wanted, 80)}")
         data: Any = body
         if verb == "step":  # the action is one level deeper than by WebSocket
             if not isinstance(body.get("action"), dict):
-                raise Refused(
+                raise SessionRefused(
                     "VALIDATION_ERROR", f"step.action: expected an object, found {brief(body.get('action'), 80)}"
                 )
             if unknown := [name for name in body if name not in ("action", "timeout_s", "request_id")]:
-                raise Refused("VALIDATION_ERROR", f"expected action, timeout_s, request_id, found {brief(unknown, 80)}")
+                raise SessionRefused(
+                    "VALIDATION_ERROR", f"expected action, timeout_s, request_id, found {brief(unknown, 80)}"
+                )
             data = body["action"]
         if wanted is not None:
             return await self.do(self.sessions.find(self.name, wanted), verb, data)
         self.check(verb, data)
         if verb != "reset":
-            raise Refused(
+            raise SessionRefused(
                 "EXECUTION_ERROR",
                 f"expected a session_id, found none: without a session there is no episode to {verb}. Use /ws, or "
                 "openenv/session/create of /mcp",
@@ -348,7 +352,7 @@ class Served:
         """Answer a JSON-RPC request by HTTP."""
         try:
             given = rpc_parsed(await _read(request))
-        except Refused as error:
+        except SessionRefused as error:
             tell(request.client, f"{self.name}: {error.code}", error)
             return rpc_error(None, PARSE_ERROR, str(error))
         return await self.rpc(given, client=request.client)
@@ -357,14 +361,18 @@ class Served:
         """Answer the task endpoints: splits, tasks, num_tasks, task, task_range."""
         named = request.path_params.get("env")
         if named is not None and named.lower() != self.name.lower():
-            raise Refused("SESSION_ERROR", f"unknown environment: expected {self.name}, found {brief(named, 80)}")
+            raise SessionRefused(
+                "SESSION_ERROR", f"unknown environment: expected {self.name}, found {brief(named, 80)}"
+            )
         body = {} if what == "splits" else await _body(request)
         split = body.get("split", SPLIT)
         if not isinstance(split, str):
-            raise Refused("VALIDATION_ERROR", f"expected split as text, found {brief(split, 80)}")
+            raise SessionRefused("VALIDATION_ERROR", f"expected split as text, found {brief(split, 80)}")
         bounds = [body.get(key) for key in ("index", "start", "stop")]
         if not all(bound is None or (isinstance(bound, int) and not isinstance(bound, bool)) for bound in bounds):
-            raise Refused("VALIDATION_ERROR", f"expected index, start and stop as integers, found {brief(bounds, 80)}")
+            raise SessionRefused(
+                "VALIDATION_ERROR", f"expected index, start and stop as integers, found {brief(bounds, 80)}"
+            )
         return await asyncio.to_thread(self._listed, what, split, *bounds)
 
     def _listed(self, what: str, split: str, index: int | None, start: int | None, stop: int | None) -> Any:
@@ -381,7 +389,7 @@ class Served:
             return {"num_tasks": len(found)}
         if what == "task":
             if index is None:
-                raise Refused("VALIDATION_ERROR", "expected an index, found none")
+                raise SessionRefused("VALIDATION_ERROR", "expected an index, found none")
             if not 0 <= index < len(found):
                 raise IndexError(f"expected an index from 0 to {len(found) - 1}, found {index}")
             return {"task": row(found[index], index)}
@@ -395,7 +403,7 @@ async def _read(request: Request) -> bytes:
     async for part in request.stream():
         data += part
         if len(data) > LARGEST:
-            raise Refused("VALIDATION_ERROR", f"expected a body of at most {LARGEST:,} bytes, found more")
+            raise SessionRefused("VALIDATION_ERROR", f"expected a body of at most {LARGEST:,} bytes, found more")
     return data
 
 
@@ -403,5 +411,5 @@ async def _body(request: Request) -> dict[str, Any]:
     data = await _read(request)
     body = parsed(data) if data.strip() else {}
     if not isinstance(body, dict):
-        raise Refused("VALIDATION_ERROR", f"expected an object as the body, found {brief(body, 80)}")
+        raise SessionRefused("VALIDATION_ERROR", f"expected an object as the body, found {brief(body, 80)}")
     return body

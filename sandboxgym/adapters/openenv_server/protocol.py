@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sandboxgym.adapters.openenv_server.sessions import MOST_FORKS, NAME, Answer, Refused, brief_text
+from sandboxgym.adapters.openenv_server.sessions import MOST_FORKS, NAME, Answer, SessionRefused, brief_text
 from sandboxgym.brief import brief
 
 LARGEST = 2**20
@@ -123,10 +123,10 @@ class Checked:
         """Return what was given if it fits the schema of this name.
 
         Raises:
-            Refused: it does not; ``what`` (by default the name) says in the message what it is.
+            SessionRefused: it does not; ``what`` (by default the name) says in the message what it is.
         """
         for error in self._validators[name].iter_errors(given):
-            raise Refused("VALIDATION_ERROR", _explained(error, what or name))
+            raise SessionRefused("VALIDATION_ERROR", _explained(error, what or name))
         return dict(given)
 
 
@@ -152,7 +152,7 @@ def parsed(text: str | bytes) -> Any:
     """A message of a client as a value.
 
     Raises:
-        Refused: it is not JSON, or too deep, or has numbers that JSON has not.
+        SessionRefused: it is not JSON, or too deep, or has numbers that JSON has not.
     """
 
     def refuse(word: str) -> None:
@@ -161,7 +161,7 @@ def parsed(text: str | bytes) -> Any:
     try:
         return json.loads(text, parse_constant=refuse)
     except (ValueError, RecursionError) as error:  # UnicodeDecodeError is a ValueError
-        raise Refused("INVALID_JSON", f"Invalid JSON: {brief_text(error)}") from None
+        raise SessionRefused("INVALID_JSON", f"Invalid JSON: {brief_text(error)}") from None
 
 
 def text_of(answer: Any) -> str:
@@ -173,8 +173,8 @@ def rpc_parsed(text: str | bytes) -> Any:
     """A JSON-RPC message as a value; see `parsed`."""
     try:
         return parsed(text)
-    except Refused as error:
-        raise Refused("INVALID_JSON", f"Parse error: {error}") from None
+    except SessionRefused as error:
+        raise SessionRefused("INVALID_JSON", f"Parse error: {error}") from None
 
 
 def rpc_id(given: Any) -> Any:

@@ -3,7 +3,7 @@
 1. A session has an environment and a thread of its own: its calls run one after the other, those of different
    sessions side by side.
 2. Sessions, snapshots per session, seconds of a call and seconds without one are bounded.
-3. A call that cannot be done raises `Refused`; the session continues, unless it ended.
+3. A call that cannot be done raises `SessionRefused`; the session continues, unless it ended.
 4. Whatever ends a session (its client, its limits, the end of the server) closes its environment and releases its
    snapshots, after the call that runs. Forks of it that no client has used end as well.
 """
@@ -51,7 +51,7 @@ SPLIT = "default"
 _Result = TypeVar("_Result")
 
 
-class Refused(Exception):
+class SessionRefused(Exception):
     """Raised for a call that cannot be done.
 
     Args:
@@ -91,8 +91,8 @@ class _Saved:
 
 
 @dataclass(eq=False)
-class Session:
-    """An environment with its thread and snapshots. The methods run in that thread: see `Sessions.call`."""
+class EnvSession:
+    """An environment with its thread and snapshots. The methods run in that thread: see `EnvSessions.call`."""
 
     name: str
     """Name of the environment."""
@@ -130,7 +130,7 @@ class Session:
         elif "index" in data:
             options["task"] = self._task_of_split(data.get("split", SPLIT), data["index"])
         elif "split" in data:
-            raise Refused("VALIDATION_ERROR", "expected an index with the split, found none")
+            raise SessionRefused("VALIDATION_ERROR", "expected an index with the split, found none")
         self.last = None  # where a reset fails, there is no episode
         observation, info = self.env.reset(seed=data.get("seed"), options=options or None)
         self.episode, self.steps, self.over = data.get("episode_id") or secrets.token_hex(8), 0, False
@@ -140,10 +140,10 @@ class Session:
     def step(self, data: Mapping[str, Any]) -> Answer:
         """Do an action."""
         if self.last is None:
-            raise Refused("EXECUTION_ERROR", "expected a reset before the first step, found none")
+            raise SessionRefused("EXECUTION_ERROR", "expected a reset before the first step, found none")
         action = from_json(self.env.action_space, data["action"])
         if self.over:
-            raise Refused(
+            raise SessionRefused(
                 "EXECUTION_ERROR", "expected a reset, or a restore, after the end of the episode, found a step"
             )
         observation, reward, terminated, truncated, info = self.env.step(action)
@@ -155,21 +155,21 @@ class Session:
     def snapshot(self, data: Mapping[str, Any]) -> Answer:
         """Keep the present state under a name."""
         if self.last is None:
-            raise Refused("EXECUTION_ERROR", "expected a reset before the first snapshot, found none")
+            raise SessionRefused("EXECUTION_ERROR", "expected a reset before the first snapshot, found none")
         if len(self.saved) >= self.limits.snapshots:
-            raise Refused(
+            raise SessionRefused(
                 "CAPACITY_REACHED",
                 f"expected at most {self.limits.snapshots} snapshots in a session, found as many: discard some first",
             )
         name = data.get("name") or self._free_name()
         if not re.fullmatch(NAME, name):
-            raise Refused(
+            raise SessionRefused(
                 "VALIDATION_ERROR",
                 "expected a name of at most 64 letters, digits, dots, hyphens and underscores, "
                 f"found {brief(name, 80)}",
             )
         if name in self.saved:
-            raise Refused("VALIDATION_ERROR", f"expected a new name, found {name!r}, which is taken")
+            raise SessionRefused("VALIDATION_ERROR", f"expected a new name, found {name!r}, which is taken")
         snapshot: Snapshot = self.env.snapshot()  # type: ignore[attr-defined]
         self.saved[name] = _Saved(snapshot, (self.episode, self.steps, self.over, self.last))
         return {"snapshot": name, "step_count": self.steps, "lossy": self.last["observation"]["info"].get("lossy", [])}
@@ -182,10 +182,10 @@ class Session:
         self.episode, self.steps, self.over, self.last = saved.position
         return self.last
 
-    def forked(self, data: Mapping[str, Any]) -> list[Session]:
+    def forked(self, data: Mapping[str, Any]) -> list[EnvSession]:
         """New sessions at the present state, or at that of a snapshot; this one stays as it is."""
         if self.last is None:
-            raise Refused("EXECUTION_ERROR", "expected a reset before the first fork, found none")
+            raise SessionRefused("EXECUTION_ERROR", "expected a reset before the first fork, found none")
         count, name, seed = data.get("count", 1), data.get("snapshot"), data.get("seed")
         saved = None if name is None else self._saved(name)
         envs = self.env.fork(count, seed=None if saved else seed)  # type: ignore[attr-defined]
@@ -199,7 +199,7 @@ class Session:
                 env.close()
             raise
         return [
-            Session(self.name, env, self.limits, episode=episode, steps=steps, over=over, last=last) for env in envs
+            EnvSession(self.name, env, self.limits, episode=episode, steps=steps, over=over, last=last) for env in envs
         ]
 
     def discard(self, data: Mapping[str, Any]) -> Answer:
@@ -236,7 +236,7 @@ class Session:
 
     def _saved(self, name: str) -> _Saved:
         if name not in self.saved:
-            raise Refused(
+            raise SessionRefused(
                 "VALIDATION_ERROR",
                 f"expected a snapshot of this session ({', '.join(list(self.saved)[:20]) or 'none yet'}), "
                 f"found {brief(name, 80)}",
@@ -268,7 +268,7 @@ class Session:
         }
 
 
-class Sessions:
+class EnvSessions:
     """All sessions of a server. Its methods are called in the event loop's thread.
 
     Args:
@@ -279,16 +279,16 @@ class Sessions:
     def __init__(self, makers: Mapping[str, Callable[[], gym.Env[Any, Any]]], limits: Limits) -> None:
         self.makers = dict(makers)
         self.limits = limits
-        self.live: dict[str, Session] = {}
+        self.live: dict[str, EnvSession] = {}
         self._coming = 0
         self._closed = False
         self._ends: set[Future[Any]] = set()
 
-    async def create(self, name: str, *, owned: bool = True) -> Session:
+    async def create(self, name: str, *, owned: bool = True) -> EnvSession:
         """Open a session with a new environment.
 
         Raises:
-            Refused: there are too many, or the environment could not be made.
+            SessionRefused: there are too many, or the environment could not be made.
         """
         self._reserve(1)
         thread = ThreadPoolExecutor(1, thread_name_prefix="session")
@@ -298,23 +298,25 @@ class Sessions:
             thread.shutdown(wait=False)
             message = brief_text(error)
             log.warning("%s could not be made: %s", name, message)
-            raise Refused("FACTORY_ERROR", f"{name} could not be made: {message}") from error
+            raise SessionRefused("FACTORY_ERROR", f"{name} could not be made: {message}") from error
         finally:
             self._coming -= 1
-        session = Session(name, env, self.limits, owned=owned, thread=thread)
+        session = EnvSession(name, env, self.limits, owned=owned, thread=thread)
         self._adopt([session])
         return session
 
-    def find(self, name: str, id: str) -> Session:
+    def find(self, name: str, id: str) -> EnvSession:
         """The session of that id, if it is one of that environment."""
         found = self.live.get(id)
         if found is None or found.name != name:
-            raise Refused("SESSION_ERROR", f"expected a session of {name}, found {brief(id, 80)}: it may have ended")
+            raise SessionRefused(
+                "SESSION_ERROR", f"expected a session of {name}, found {brief(id, 80)}: it may have ended"
+            )
         return found
 
     async def call(
         self,
-        session: Session,
+        session: EnvSession,
         work: Callable[[Mapping[str, Any]], _Result],
         data: Mapping[str, Any],
         *,
@@ -323,27 +325,27 @@ class Sessions:
         """Do a session's work in its thread; ``dispose`` gets a result that came too late.
 
         Raises:
-            Refused: it could not be done; whatever else the environment raised is logged and becomes one.
+            SessionRefused: it could not be done; whatever else the environment raised is logged and becomes one.
         """
         if session.ended.is_set():
-            raise Refused("SESSION_ERROR", f"the session ended: {session.why}")
+            raise SessionRefused("SESSION_ERROR", f"the session ended: {session.why}")
         session.running += 1
         session.touched = True
         future = session.thread.submit(_contained, work, data)
         try:
             return await self._done(future, dispose)
-        except Refused:
+        except SessionRefused:
             raise
         except _TooLate as error:
             self.end(session, f"a call took {error}")
-            raise Refused("SESSION_ERROR", f"the session ended: {session.why}") from None
+            raise SessionRefused("SESSION_ERROR", f"the session ended: {session.why}") from None
         except Exception as error:  # the environment's: the client gets it as a refusal
             raise self._failed(session, error) from error
         finally:
             session.running -= 1
             session.used = time.monotonic()
 
-    async def fork(self, session: Session, data: Mapping[str, Any]) -> list[Session]:
+    async def fork(self, session: EnvSession, data: Mapping[str, Any]) -> list[EnvSession]:
         """New sessions at the state of one, or at that of its snapshot. All are made, or none."""
         count = data.get("count", 1)
         self._reserve(count)
@@ -380,7 +382,7 @@ class Sessions:
             raise _TooLate(f"longer than {self.limits.call:g} seconds")
         return waiting.result()
 
-    def end(self, session: Session, why: str) -> None:
+    def end(self, session: EnvSession, why: str) -> None:
         """End a session. Its environment is closed once the call that runs is done. Idempotent."""
         if self.live.pop(session.id, None) is None:
             return
@@ -392,11 +394,11 @@ class Sessions:
         done.add_done_callback(lambda closed: self._closed_environment(session, closed))
         self._end_untouched(session)
 
-    def _end_untouched(self, session: Session) -> None:
+    def _end_untouched(self, session: EnvSession) -> None:
         for child in [child for child in self.live.values() if child.parent == session.id and not child.touched]:
             self.end(child, "the session that it was forked from ended")
 
-    async def ended(self, session: Session, why: str, *, timeout: float = 5.0) -> None:
+    async def ended(self, session: EnvSession, why: str, *, timeout: float = 5.0) -> None:
         """End a session and wait until its environment is closed, at most for a while."""
         self.end(session, why)
         if session.closed is not None:
@@ -419,29 +421,29 @@ class Sessions:
 
     def _reserve(self, count: int) -> None:
         if self._closed:
-            raise Refused("SESSION_ERROR", "the server ends")
+            raise SessionRefused("SESSION_ERROR", "the server ends")
         if len(self.live) + self._coming + len(self._ends) + count > self.limits.sessions:
-            raise Refused(
+            raise SessionRefused(
                 "CAPACITY_REACHED",
                 f"expected at most {self.limits.sessions} sessions, found {len(self.live)} and {count} more",
             )
         self._coming += count
 
-    def _adopt(self, sessions: Sequence[Session]) -> None:
+    def _adopt(self, sessions: Sequence[EnvSession]) -> None:
         for session in sessions:
             self.live[session.id] = session
             if self._closed:  # while it was made
                 self.end(session, "the server ends")
 
-    def _failed(self, session: Session, error: BaseException | None) -> Refused:
+    def _failed(self, session: EnvSession, error: BaseException | None) -> SessionRefused:
         message = brief_text(error)
         if isinstance(error, (SnapshotError, ValueError, LookupError, OSError, gym.error.Error)):
             log.info("%s: %s", session.name, message)
-            return Refused("EXECUTION_ERROR", message)
+            return SessionRefused("EXECUTION_ERROR", message)
         log.error("%s failed", session.name, exc_info=error)
-        return Refused("EXECUTION_ERROR", f"the environment failed: {type(error).__name__}: {message}")
+        return SessionRefused("EXECUTION_ERROR", f"the environment failed: {type(error).__name__}: {message}")
 
-    def _closed_environment(self, session: Session, closed: Future[Any]) -> None:
+    def _closed_environment(self, session: EnvSession, closed: Future[Any]) -> None:
         self._ends.discard(closed)
         if (error := closed.exception()) is not None:
             log.error("%s could not be closed", session.name, exc_info=error)
@@ -455,7 +457,7 @@ def _contained(work: Callable[..., _Result], *arguments: Any) -> _Result:
         raise RuntimeError(f"it raised {type(error).__name__}: {brief_text(error)}") from error
 
 
-def _close_all(sessions: Sequence[Session]) -> None:
+def _close_all(sessions: Sequence[EnvSession]) -> None:
     for session in sessions:
         session.close()
 
@@ -474,10 +476,10 @@ def rows(env: gym.Env[Any, Any], split: str) -> Sequence[Task]:
 
     Raises:
         NotImplementedError: the environment has no tasks.
-        Refused: the split is no name, or that of a file of this machine.
+        SessionRefused: the split is no name, or that of a file of this machine.
     """
     if not re.fullmatch(_SPLIT_NAME, split) or os.path.lexists(split):
-        raise Refused("VALIDATION_ERROR", f"expected the name of a split, found {brief(split, 80)}")
+        raise SessionRefused("VALIDATION_ERROR", f"expected the name of a split, found {brief(split, 80)}")
     base = env.unwrapped
     if not isinstance(base, TaskEnv):
         raise NotImplementedError(f"expected an environment with tasks, found {type(base).__name__}, which has none")
@@ -517,7 +519,7 @@ def from_json(space: gym.Space[Any], given: Any) -> Any:
     """A member of a space from what JSON has of it.
 
     Raises:
-        Refused: it is none.
+        SessionRefused: it is none.
     """
     value: Any = given
     try:
@@ -536,7 +538,9 @@ def from_json(space: gym.Space[Any], given: Any) -> Any:
     except (TypeError, ValueError, OverflowError):
         fits = False
     if not fits:
-        raise Refused("VALIDATION_ERROR", f"expected an action of {brief_space(space)}, found {brief(given, 120)}")
+        raise SessionRefused(
+            "VALIDATION_ERROR", f"expected an action of {brief_space(space)}, found {brief(given, 120)}"
+        )
     return value
 
 

@@ -17,10 +17,10 @@ MARK = "@attack "
 REFUSED, WORKED, ABSENT = "refused", "worked", "absent"
 SECONDS = 8.0
 
-ATTEMPTS = {}  # type: dict[str, Callable[..., Answer]]
+ATTEMPTS = {}  # type: dict[str, Callable[..., AttemptAnswer]]
 
 
-class Answer(Exception):
+class AttemptAnswer(Exception):
     """Answer of an attempt; raised or returned."""
 
     def __init__(self, verdict: str, detail: str = "", hold: bool = False, **facts: Any) -> None:
@@ -28,27 +28,27 @@ class Answer(Exception):
         self.verdict, self.detail, self.hold, self.facts = verdict, detail, hold, facts
 
 
-def refused(detail: str, **facts: Any) -> Answer:
+def refused(detail: str, **facts: Any) -> AttemptAnswer:
     """Answer of an attempt that was made and failed."""
-    return Answer(REFUSED, detail, **facts)
+    return AttemptAnswer(REFUSED, detail, **facts)
 
 
-def worked(detail: str = "", **facts: Any) -> Answer:
+def worked(detail: str = "", **facts: Any) -> AttemptAnswer:
     """Answer of an attempt that was made and succeeded."""
-    return Answer(WORKED, detail, **facts)
+    return AttemptAnswer(WORKED, detail, **facts)
 
 
-def held(detail: str = "", **facts: Any) -> Answer:
+def held(detail: str = "", **facts: Any) -> AttemptAnswer:
     """Answer of an attempt that succeeded and whose process stays, with all it holds, until told to release it."""
-    return Answer(WORKED, detail, hold=True, **facts)
+    return AttemptAnswer(WORKED, detail, hold=True, **facts)
 
 
-def absent(detail: str) -> Answer:
+def absent(detail: str) -> AttemptAnswer:
     """Answer of an attempt that could not be made: something that it needs is missing."""
-    return Answer(ABSENT, detail)
+    return AttemptAnswer(ABSENT, detail)
 
 
-def attempt(function: "Callable[..., Answer]") -> "Callable[..., Answer]":
+def attempt(function: "Callable[..., AttemptAnswer]") -> "Callable[..., AttemptAnswer]":
     """Register a function under its name, without leading underscores."""
     ATTEMPTS[function.__name__.lstrip("_")] = function
     return function
@@ -67,7 +67,7 @@ def _child(request: "dict[str, Any]", out: int) -> None:
     """Make one attempt and write its answer; returns if the process is to stay."""
     try:
         answer = ATTEMPTS[request["do"]](**request.get("with", {}))
-    except Answer as found:
+    except AttemptAnswer as found:
         answer = found
     except OSError as error:
         answer = refused(f"{name_of(error.errno or 0)} ({error.filename or error.strerror})")

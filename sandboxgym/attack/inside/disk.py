@@ -7,7 +7,7 @@ import socket
 import struct
 import time
 
-from .answers import Answer, absent, attempt, held, name_of, refused
+from .answers import AttemptAnswer, absent, attempt, held, name_of, refused
 
 CHUNK = 8 * 2**20
 _kept = []  # type: list[int]
@@ -136,7 +136,7 @@ def _fallocate(descriptor: int, mode: int, size: int) -> None:
 
 
 @attempt
-def _take_disk(how: str, folder: str, megabytes: int, pause: float) -> Answer:
+def _take_disk(how: str, folder: str, megabytes: int, pause: float) -> AttemptAnswer:
     """Take the requested space on disk, 8 MiB per file, a little slower than the limit is checked."""
     if not os.path.isdir(folder):
         return absent(f"there is no {folder}")
@@ -162,7 +162,7 @@ def _take_disk(how: str, folder: str, megabytes: int, pause: float) -> Answer:
 
 
 @attempt
-def _at_once(folder: str, megabytes: int, keep_size: bool) -> Answer:
+def _at_once(folder: str, megabytes: int, keep_size: bool) -> AttemptAnswer:
     """Ask for much more than the limit in one call."""
     descriptor = os.open(f"{folder}/attack-once", os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o600)
     try:
@@ -177,7 +177,7 @@ def _at_once(folder: str, megabytes: int, keep_size: bool) -> Answer:
 
 
 @attempt
-def _many_files(folder: str, number: int, what: str) -> Answer:
+def _many_files(folder: str, number: int, what: str) -> AttemptAnswer:
     """Make empty files, directories or links: no bytes, but entries, of which a small file system has few."""
     place = _place(folder)
     made = 0
@@ -198,7 +198,7 @@ def _many_files(folder: str, number: int, what: str) -> Answer:
 
 
 @attempt
-def _attributes(folder: str, megabytes: int) -> Answer:
+def _attributes(folder: str, megabytes: int) -> AttemptAnswer:
     """Store bytes in extended attributes, so that no file grows."""
     place = _place(folder)
     had = 0

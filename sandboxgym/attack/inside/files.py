@@ -10,38 +10,38 @@ import stat
 import struct
 import time
 
-from .answers import Answer, absent, attempt, held, refused, worked
+from .answers import AttemptAnswer, absent, attempt, held, refused, worked
 from .libc import check
 
 _OFD_SETLK, _SETLEASE, _NOTIFY = 37, 1024, 1026
 
 
 @attempt
-def _change_mode(path: str, mode: int) -> Answer:
+def _change_mode(path: str, mode: int) -> AttemptAnswer:
     os.chmod(path, mode)
     return worked(f"chmod of {path}")
 
 
 @attempt
-def _change_owner(path: str, user: int) -> Answer:
+def _change_owner(path: str, user: int) -> AttemptAnswer:
     os.chown(path, user, -1)
     return worked(f"chown of {path}")
 
 
 @attempt
-def _change_times(path: str, moment: int) -> Answer:
+def _change_times(path: str, moment: int) -> AttemptAnswer:
     os.utime(path, (moment, moment))
     return worked(f"utimes of {path}")
 
 
 @attempt
-def _set_attribute(path: str, name: str, value: str) -> Answer:
+def _set_attribute(path: str, name: str, value: str) -> AttemptAnswer:
     os.setxattr(path, name, bytes.fromhex(value))
     return worked(f"{name} of {path}")
 
 
 @attempt
-def _lock(path: str, kind: str) -> Answer:
+def _lock(path: str, kind: str) -> AttemptAnswer:
     writable = kind == "posix-write"
     descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK)
     if kind == "flock":
@@ -55,7 +55,7 @@ def _lock(path: str, kind: str) -> Answer:
 
 
 @attempt
-def _watch(path: str) -> Answer:
+def _watch(path: str) -> AttemptAnswer:
     """Hold a watch that tells the next request whether someone opened the file."""
     descriptor = check("inotify_init1", os.O_NONBLOCK)
     check("inotify_add_watch", descriptor, ctypes.create_string_buffer(os.fsencode(path)), 0x20)
@@ -73,7 +73,7 @@ def _watch(path: str) -> Answer:
 
 
 @attempt
-def _watched() -> Answer:
+def _watched() -> AttemptAnswer:
     deadline = time.time() + 0.25
     while time.time() < deadline:
         if os.path.exists("/tmp/attack-seen"):
@@ -84,7 +84,7 @@ def _watched() -> Answer:
 
 
 @attempt
-def _make_node(path: str, kind: str, major: int, minor: int) -> Answer:
+def _make_node(path: str, kind: str, major: int, minor: int) -> AttemptAnswer:
     mode = (stat.S_IFBLK if kind == "b" else stat.S_IFCHR) | 0o600
     os.mknod(path, mode, os.makedev(major, minor))
     try:
@@ -98,7 +98,7 @@ def _make_node(path: str, kind: str, major: int, minor: int) -> Answer:
 
 
 @attempt
-def _open(path: str, write: bool, read_bytes: int) -> Answer:
+def _open(path: str, write: bool, read_bytes: int) -> AttemptAnswer:
     """Open a file that a sandbox must not have; reading proves it, nothing is written."""
     descriptor = os.open(path, (os.O_WRONLY if write else os.O_RDONLY) | os.O_NONBLOCK | os.O_NOCTTY)
     kind = os.fstat(descriptor)
@@ -115,7 +115,7 @@ def _open(path: str, write: bool, read_bytes: int) -> Answer:
 
 
 @attempt
-def _follow(folder: str) -> Answer:
+def _follow(folder: str) -> AttemptAnswer:
     """Open the targets of the links in a directory of /proc."""
     why = "it is empty"
     for name in os.listdir(folder):
@@ -128,7 +128,7 @@ def _follow(folder: str) -> Answer:
 
 
 @attempt
-def _addresses() -> Answer:
+def _addresses() -> AttemptAnswer:
     with open("/proc/kallsyms") as file:
         for line in file:
             if int(line.split()[0], 16):
@@ -137,7 +137,7 @@ def _addresses() -> Answer:
 
 
 @attempt
-def _page_frames() -> Answer:
+def _page_frames() -> AttemptAnswer:
     with open("/proc/self/pagemap", "rb") as file:
         buffer = ctypes.create_string_buffer(b"x" * 4096)
         file.seek(ctypes.addressof(buffer) // 4096 * 8)
@@ -155,7 +155,7 @@ def _tokens(path: str, token: str) -> bool:
 
 
 @attempt
-def _secret_by_roots(secret: str, token: str, link: str) -> Answer:
+def _secret_by_roots(secret: str, token: str, link: str) -> AttemptAnswer:
     """Read the host's secret file through ``root`` or ``cwd`` of any process."""
     tried = 0
     for pid in os.listdir("/proc"):
@@ -171,7 +171,7 @@ def _secret_by_roots(secret: str, token: str, link: str) -> Answer:
 
 
 @attempt
-def _secret_by_descriptors(secret: str, token: str) -> Answer:
+def _secret_by_descriptors(secret: str, token: str) -> AttemptAnswer:
     """Read the host's secret file through the descriptors of any process, directories included."""
     tried = 0
     for pid in os.listdir("/proc"):
@@ -192,13 +192,13 @@ def _secret_by_descriptors(secret: str, token: str) -> Answer:
 
 
 @attempt
-def _secret_by_path(secret: str, token: str, prefix: str) -> Answer:
+def _secret_by_path(secret: str, token: str, prefix: str) -> AttemptAnswer:
     path = prefix + secret
     return worked(f"the host's file was read at {path}") if _tokens(path, token) else refused(f"{path}: not the file")
 
 
 @attempt
-def _secret_by_chroot(secret: str, token: str) -> Answer:
+def _secret_by_chroot(secret: str, token: str) -> AttemptAnswer:
     """Read the host's secret file by the classic escape: a root below the current directory, then upwards."""
     keep = os.open("/", os.O_RDONLY)
     os.makedirs("/tmp/attack-root", exist_ok=True)
@@ -215,7 +215,7 @@ def _secret_by_chroot(secret: str, token: str) -> Answer:
 
 
 @attempt
-def _secret_by_link(secret: str, token: str, hard: bool) -> Answer:
+def _secret_by_link(secret: str, token: str, hard: bool) -> AttemptAnswer:
     path = f"/tmp/attack-link-{os.getpid()}"
     (os.link if hard else os.symlink)(secret, path)
     found = _tokens(path, token)
@@ -224,7 +224,7 @@ def _secret_by_link(secret: str, token: str, hard: bool) -> Answer:
 
 
 @attempt
-def _secret_by_handle(secret: str, token: str, source: str) -> Answer:
+def _secret_by_handle(secret: str, token: str, source: str) -> AttemptAnswer:
     """Open the root directory of the file system below (inode 2) by its handle, from a bound directory."""
     base = os.open(source, os.O_RDONLY | os.O_DIRECTORY)
     for kind, size, body in (
@@ -240,7 +240,7 @@ def _secret_by_handle(secret: str, token: str, source: str) -> Answer:
 
 
 @attempt
-def _get_handle(path: str) -> Answer:
+def _get_handle(path: str) -> AttemptAnswer:
     handle = ctypes.create_string_buffer(struct.pack("Ii", 128, 0) + bytes(128))
     identity = ctypes.c_int(0)
     check("name_to_handle_at", -100, ctypes.create_string_buffer(os.fsencode(path)), handle, ctypes.byref(identity), 0)
@@ -248,7 +248,7 @@ def _get_handle(path: str) -> Answer:
 
 
 @attempt
-def _inherited_descriptors() -> Answer:
+def _inherited_descriptors() -> AttemptAnswer:
     """List the descriptors that this program inherited beside its input and output."""
     found = []
     parent = os.getppid()
@@ -261,7 +261,7 @@ def _inherited_descriptors() -> Answer:
 
 
 @attempt
-def _write_below(path: str) -> Answer:
+def _write_below(path: str) -> AttemptAnswer:
     """Write to a file or directory of the host."""
     if os.path.isdir(path):
         name = os.path.join(path, f"attack-{os.getpid()}")
@@ -272,7 +272,7 @@ def _write_below(path: str) -> Answer:
 
 
 @attempt
-def _path_tells(words: "list[str]") -> Answer:
+def _path_tells(words: "list[str]") -> AttemptAnswer:
     """Find paths of the host and process ids of the owner in the table of mounts."""
     with open("/proc/self/mountinfo") as file:
         text = file.read()
@@ -285,7 +285,7 @@ def _path_tells(words: "list[str]") -> Answer:
 
 
 @attempt
-def _environment_tells(token: str) -> Answer:
+def _environment_tells(token: str) -> AttemptAnswer:
     for pid in os.listdir("/proc"):
         if pid.isdigit() and _tokens(f"/proc/{pid}/environ", token):
             return worked(f"the owner's environment was read from process {pid}")
@@ -293,7 +293,7 @@ def _environment_tells(token: str) -> Answer:
 
 
 @attempt
-def _dnotify(path: str) -> Answer:
+def _dnotify(path: str) -> AttemptAnswer:
     descriptor = os.open(path, os.O_RDONLY)
     signal.signal(signal.SIGIO, signal.SIG_IGN)
     fcntl.fcntl(descriptor, _NOTIFY, 0x1)

@@ -7,11 +7,11 @@ import resource
 import signal
 import struct
 
-from .answers import Answer, absent, attempt, name_of, refused, worked
+from .answers import AttemptAnswer, absent, attempt, name_of, refused, worked
 from .libc import MACHINE, call, check
 
 
-def _made(name: str, *arguments: object) -> Answer:
+def _made(name: str, *arguments: object) -> AttemptAnswer:
     """Make a process in a new namespace by the call of this name; the process ends at once."""
     result, code = call(name, *arguments)
     if result == 0:
@@ -23,31 +23,31 @@ def _made(name: str, *arguments: object) -> Answer:
 
 
 @attempt
-def _clone_namespace(flag: int) -> Answer:
+def _clone_namespace(flag: int) -> AttemptAnswer:
     return _made("clone", flag | signal.SIGCHLD, 0, 0, 0, 0)
 
 
 @attempt
-def _clone3_namespace(flag: int) -> Answer:
+def _clone3_namespace(flag: int) -> AttemptAnswer:
     arguments = ctypes.create_string_buffer(struct.pack("8Q", flag, 0, 0, 0, signal.SIGCHLD, 0, 0, 0), 64)
     return _made("clone3", arguments, 64)
 
 
 @attempt
-def _join_namespace(kind: str) -> Answer:
+def _join_namespace(kind: str) -> AttemptAnswer:
     descriptor = os.open(f"/proc/1/ns/{kind}", os.O_RDONLY)
     check("setns", descriptor, 0)
     return worked("the namespace of process 1 was entered")
 
 
 @attempt
-def _join_by_pidfd(flags: int) -> Answer:
+def _join_by_pidfd(flags: int) -> AttemptAnswer:
     check("setns", check("pidfd_open", 1, 0), flags)
     return worked("the namespaces of process 1 were entered")
 
 
 @attempt
-def _parent_namespace(kind: str) -> Answer:
+def _parent_namespace(kind: str) -> AttemptAnswer:
     import fcntl
 
     descriptor = os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
@@ -56,7 +56,7 @@ def _parent_namespace(kind: str) -> Answer:
 
 
 @attempt
-def _trace(pid: int) -> Answer:
+def _trace(pid: int) -> AttemptAnswer:
     if not os.path.exists(f"/proc/{pid}"):
         return absent(f"there is no process {pid}")
     check("ptrace", 0x4206, pid, 0, 0)  # PTRACE_SEIZE: does not stop it
@@ -64,7 +64,7 @@ def _trace(pid: int) -> Answer:
 
 
 @attempt
-def _read_memory(pid: int) -> Answer:
+def _read_memory(pid: int) -> AttemptAnswer:
     with open(f"/proc/{pid}/maps") as maps:
         start = int(maps.readline().split("-")[0], 16)
     buffer = ctypes.create_string_buffer(16)
@@ -83,7 +83,7 @@ def _read_memory(pid: int) -> Answer:
 
 
 @attempt
-def _take_descriptor(pid: int) -> Answer:
+def _take_descriptor(pid: int) -> AttemptAnswer:
     pidfd = check("pidfd_open", pid, 0)
     for number in range(3, 20):
         result, code = call("pidfd_getfd", pidfd, number, 0)
@@ -95,7 +95,7 @@ def _take_descriptor(pid: int) -> Answer:
 
 
 @attempt
-def _machine_code(code: str, number: int) -> Answer:
+def _machine_code(code: str, number: int) -> AttemptAnswer:
     """Run machine code, for calls that ctypes cannot make; it returns the call's result in eax."""
     if MACHINE != "x86_64":
         return absent(f"instructions of x86_64, this is {MACHINE}")
@@ -120,7 +120,7 @@ def _machine_code(code: str, number: int) -> Answer:
 
 
 @attempt
-def _core_dump() -> Answer:
+def _core_dump() -> AttemptAnswer:
     resource.setrlimit(resource.RLIMIT_CORE, (resource.getrlimit(resource.RLIMIT_CORE)[1],) * 2)
     pid = os.fork()
     if pid == 0:
@@ -134,7 +134,7 @@ def _core_dump() -> Answer:
 
 
 @attempt
-def _raise_limit(name: str) -> Answer:
+def _raise_limit(name: str) -> AttemptAnswer:
     which = getattr(resource, name)
     soft, hard = resource.getrlimit(which)
     if hard == resource.RLIM_INFINITY:
@@ -147,21 +147,21 @@ def _raise_limit(name: str) -> Answer:
 
 
 @attempt
-def _protect_from_killer() -> Answer:
+def _protect_from_killer() -> AttemptAnswer:
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("-1000")
     return worked("this process is exempt from the host's out-of-memory killer")
 
 
 @attempt
-def _real_time() -> Answer:
+def _real_time() -> AttemptAnswer:
     os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
     os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
     return worked("real-time priority over the host's processes was taken")
 
 
 @attempt
-def _negative_nice() -> Answer:
+def _negative_nice() -> AttemptAnswer:
     before = os.nice(0)
     if os.nice(-5) >= before:
         return refused("the priority stayed")

@@ -5,7 +5,7 @@ import os
 import platform
 from typing import Any
 
-from .answers import Answer, absent, attempt, name_of, refused, worked
+from .answers import AttemptAnswer, absent, attempt, name_of, refused, worked
 
 MACHINE = platform.machine()
 _COLUMN = 1 if MACHINE == "aarch64" else 0
@@ -136,7 +136,7 @@ def _argument(value: Any) -> Any:
 
 
 @attempt
-def _system_call(name: str, arguments: "list[Any]", permitted: "list[str]") -> Answer:
+def _system_call(name: str, arguments: "list[Any]", permitted: "list[str]") -> AttemptAnswer:
     """Attempt one call. An error in ``permitted`` comes after the check of privileges: the call was allowed."""
     result, code = call(name, *[_argument(value) for value in arguments])
     if result >= 0:

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 
-from .answers import ABSENT, Answer, absent, attempt, held, name_of, refused
+from .answers import ABSENT, AttemptAnswer, absent, attempt, held, name_of, refused
 from .libc import check
 
 MIB = 2**20
@@ -161,7 +161,7 @@ MEANS = {
 
 
 @attempt
-def _take_memory(how: str, megabytes: int) -> Answer:
+def _take_memory(how: str, megabytes: int) -> AttemptAnswer:
     """Take and keep memory, a megabyte at a time; the largest amount held is written to a file as it grows."""
     descriptor = os.open("/tmp/attack-had", os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
     more = MEANS[how]
@@ -171,7 +171,7 @@ def _take_memory(how: str, megabytes: int) -> Answer:
             more()  # type: ignore[operator]
             had += 1
             os.pwrite(descriptor, b"%08d" % had, 0)
-    except Answer as answer:
+    except AttemptAnswer as answer:
         if answer.verdict == ABSENT:
             return answer
         return refused(f"{answer.detail} after {had} MiB", had=had)
@@ -184,7 +184,7 @@ def _take_memory(how: str, megabytes: int) -> Answer:
 
 
 @attempt
-def _take_processes(how: str, at_most: int) -> Answer:
+def _take_processes(how: str, at_most: int) -> AttemptAnswer:
     made, why = 0, "no limit met"
     if how == "threads":
         stop = threading.Event()

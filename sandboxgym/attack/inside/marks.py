@@ -3,7 +3,7 @@
 import contextlib
 import os
 
-from .answers import Answer, attempt, worked
+from .answers import AttemptAnswer, attempt, worked
 
 _MORE = ("/root", "/tmp", "/var/tmp", "/run", "/etc", "/dev", "/dev/shm", "/dev/pts", "/dev/mqueue", "/run/.sandboxgym")
 
@@ -34,7 +34,7 @@ def _folders() -> "list[str]":
 
 
 @attempt
-def _mark(mark: str) -> Answer:
+def _mark(mark: str) -> AttemptAnswer:
     places = []
     for folder in _folders():
         path = os.path.join(folder, mark)
@@ -49,7 +49,7 @@ def _mark(mark: str) -> Answer:
 
 
 @attempt
-def _find_mark(mark: str, places: "list[str]") -> Answer:
+def _find_mark(mark: str, places: "list[str]") -> AttemptAnswer:
     paths = dict.fromkeys(list(places) + [os.path.join(folder, mark) for folder in _folders()])
     found = [path for path in paths if os.path.lexists(path)]
     for folder in _folders():

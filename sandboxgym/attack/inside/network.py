@@ -4,7 +4,7 @@ import os
 import socket
 import struct
 
-from .answers import Answer, absent, attempt, refused, worked
+from .answers import AttemptAnswer, absent, attempt, refused, worked
 
 _TYPES = {
     "stream": socket.SOCK_STREAM,
@@ -15,7 +15,7 @@ _TYPES = {
 
 
 @attempt
-def _connect(host: str, port: int, token: str) -> Answer:
+def _connect(host: str, port: int, token: str) -> AttemptAnswer:
     """Connect to a service of the host, which answers with the token."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as connection:
@@ -29,7 +29,7 @@ def _connect(host: str, port: int, token: str) -> Answer:
 
 
 @attempt
-def _route(host: str) -> Answer:
+def _route(host: str) -> AttemptAnswer:
     """Tell whether there is a route to an address. Connecting a datagram socket looks one up and sends nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -38,7 +38,7 @@ def _route(host: str) -> Answer:
 
 
 @attempt
-def _connect_abstract(name: str, token: str) -> Answer:
+def _connect_abstract(name: str, token: str) -> AttemptAnswer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(1.0)
         connection.connect("\0" + name)
@@ -49,7 +49,7 @@ def _connect_abstract(name: str, token: str) -> Answer:
 
 
 @attempt
-def _connect_path(path: str) -> Answer:
+def _connect_path(path: str) -> AttemptAnswer:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
         connection.settimeout(1.0)
         connection.connect(path)
@@ -57,7 +57,7 @@ def _connect_path(path: str) -> Answer:
 
 
 @attempt
-def _socket(family: int, kind: str, protocol: int) -> Answer:
+def _socket(family: int, kind: str, protocol: int) -> AttemptAnswer:
     try:
         socket.socket(family, _TYPES[kind], protocol).close()
     except OSError as error:
@@ -68,7 +68,7 @@ def _socket(family: int, kind: str, protocol: int) -> Answer:
 
 
 @attempt
-def _interfaces() -> Answer:
+def _interfaces() -> AttemptAnswer:
     names = [name for _, name in socket.if_nameindex() if name != "lo"]
     names = [name for name in names if not name.startswith(("tunl", "gre", "sit", "ip", "erspan", "ip_vti"))]
     return (
@@ -77,7 +77,7 @@ def _interfaces() -> Answer:
 
 
 @attempt
-def _ports_listed(port: int) -> Answer:
+def _ports_listed(port: int) -> AttemptAnswer:
     wanted = f":{port:04X} "
     for name in ("tcp", "tcp6", "udp"):
         path = f"/proc/net/{name}"
@@ -89,7 +89,7 @@ def _ports_listed(port: int) -> Answer:
 
 
 @attempt
-def _abstract_listed(name: str) -> Answer:
+def _abstract_listed(name: str) -> AttemptAnswer:
     if not os.path.exists("/proc/net/unix"):
         return absent("no /proc/net/unix")
     with open("/proc/net/unix") as file:
@@ -101,13 +101,13 @@ def _abstract_listed(name: str) -> Answer:
 
 
 @attempt
-def _packet() -> Answer:
+def _packet() -> AttemptAnswer:
     socket.socket(17, socket.SOCK_RAW, socket.htons(3)).close()
     return worked("a packet socket can be made: it sees and sends everything")
 
 
 @attempt
-def _uevents() -> Answer:
+def _uevents() -> AttemptAnswer:
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, 15) as listener:
         listener.bind((0, 1))
     with open("/proc/self/uid_map") as file:
@@ -119,7 +119,7 @@ def _uevents() -> Answer:
 
 
 @attempt
-def _change_interface(name: str) -> Answer:
+def _change_interface(name: str) -> AttemptAnswer:
     """Set the flags of an interface to their present value, which only an administrator may."""
     import fcntl
 
@@ -131,7 +131,7 @@ def _change_interface(name: str) -> Answer:
 
 
 @attempt
-def _listen(port: int, token: str) -> Answer:
+def _listen(port: int, token: str) -> AttemptAnswer:
     """Run a service of this sandbox, for a neighbour that tries to reach it."""
     from .answers import held
 

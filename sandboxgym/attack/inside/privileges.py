@@ -7,7 +7,7 @@ import struct
 import subprocess
 import sys
 
-from .answers import Answer, absent, attempt, refused, worked
+from .answers import AttemptAnswer, absent, attempt, refused, worked
 from .libc import call, check
 
 _NOBODY = 65534
@@ -19,7 +19,7 @@ def _status(name: str) -> str:
 
 
 @attempt
-def _has_capability(number: int, name: str) -> Answer:
+def _has_capability(number: int, name: str) -> AttemptAnswer:
     effective = int(_status("CapEff") or "0", 16)
     bounding = int(_status("CapBnd") or "0", 16)
     if effective >> number & 1:
@@ -34,7 +34,7 @@ def _has_capability(number: int, name: str) -> Answer:
 
 
 @attempt
-def _flag(option: int, arguments: "list[int]") -> Answer:
+def _flag(option: int, arguments: "list[int]") -> AttemptAnswer:
     """Set a flag by prctl that a confined process must not be allowed to set."""
     padded = (*arguments, 0, 0, 0, 0)[:4]
     check("prctl", option, *padded)
@@ -42,7 +42,7 @@ def _flag(option: int, arguments: "list[int]") -> Answer:
 
 
 @attempt
-def _no_new_privileges() -> Answer:
+def _no_new_privileges() -> AttemptAnswer:
     if _status("NoNewPrivs") == "1":
         call("prctl", 38, 0, 0, 0, 0)
         if _status("NoNewPrivs") == "1":
@@ -51,7 +51,7 @@ def _no_new_privileges() -> Answer:
 
 
 @attempt
-def _filtered() -> Answer:
+def _filtered() -> AttemptAnswer:
     if _status("Seccomp") == "2":
         return refused("a filter of system calls is on this process")
     return worked("no filter of system calls is on this process")
@@ -83,7 +83,7 @@ def _one_user() -> bool:
 
 
 @attempt
-def _set_user_id(group: bool) -> Answer:
+def _set_user_id(group: bool) -> AttemptAnswer:
     if _one_user():
         return absent("there is one user inside: nobody to gain the rights of another")
     path = _copy("set-id")
@@ -98,7 +98,7 @@ def _set_user_id(group: bool) -> Answer:
 
 
 @attempt
-def _file_capability() -> Answer:
+def _file_capability() -> AttemptAnswer:
     path = _copy("capable")
     value = struct.pack("<5I", 0x02000001, 0xFFFFFFFF, 0, 0xFF, 0)
     os.setxattr(path, "security.capability", value)
@@ -110,7 +110,7 @@ def _file_capability() -> Answer:
 
 
 @attempt
-def _own_executable(pid: str) -> Answer:
+def _own_executable(pid: str) -> AttemptAnswer:
     """Overwrite the running program, which is a file of the host for a process that came from outside."""
     descriptor = os.open(f"/proc/{pid}/exe", os.O_RDWR)
     os.close(descriptor)
@@ -118,6 +118,6 @@ def _own_executable(pid: str) -> Answer:
 
 
 @attempt
-def _as_other_user(uid: int) -> Answer:
+def _as_other_user(uid: int) -> AttemptAnswer:
     os.setresuid(uid, uid, uid)
     return worked(f"this process became user {uid}", uid=os.getuid())

@@ -8,19 +8,19 @@ import socket
 import struct
 import time
 
-from .answers import Answer, absent, attempt, held, name_of, refused, worked
+from .answers import AttemptAnswer, absent, attempt, held, name_of, refused, worked
 from .libc import check
 
 
 @attempt
-def _system_v(kind: str, key: int) -> Answer:
+def _system_v(kind: str, key: int) -> AttemptAnswer:
     """Find a shared object of the host or a neighbour by its key."""
     identity = check("msgget", key, 0) if kind == "msg" else check(kind + "get", key, 0, 0)
     return worked(f"the {kind} object {identity} of another was found")
 
 
 @attempt
-def _system_v_number(kind: str, identity: int) -> Answer:
+def _system_v_number(kind: str, identity: int) -> AttemptAnswer:
     buffer = ctypes.create_string_buffer(512)
     name = {"shm": "shmctl", "msg": "msgctl"}[kind]
     check(name, identity, 2, buffer)  # IPC_STAT
@@ -28,7 +28,7 @@ def _system_v_number(kind: str, identity: int) -> Answer:
 
 
 @attempt
-def _make_system_v(key: int, token: str) -> Answer:
+def _make_system_v(key: int, token: str) -> AttemptAnswer:
     identity = check("shmget", key, 4096, 0o1000 | 0o666)
     check("msgget", key, 0o1000 | 0o666)
     check("semget", key, 1, 0o1000 | 0o666)
@@ -38,7 +38,7 @@ def _make_system_v(key: int, token: str) -> Answer:
 
 
 @attempt
-def _process_named(word: str) -> Answer:
+def _process_named(word: str) -> AttemptAnswer:
     """Find a foreign process by its command line."""
     found = []
     for pid in os.listdir("/proc"):
@@ -53,7 +53,7 @@ def _process_named(word: str) -> Answer:
 
 
 @attempt
-def _signal(pid: int, how: str) -> Answer:
+def _signal(pid: int, how: str) -> AttemptAnswer:
     """Send signal 0, which tests whether a process of the host could be signalled and does nothing to it."""
     if how == "kill":
         os.kill(pid, 0)
@@ -70,7 +70,7 @@ def _signal(pid: int, how: str) -> Answer:
 
 
 @attempt
-def _kill_everything() -> Answer:
+def _kill_everything() -> AttemptAnswer:
     """Send SIGKILL to every visible process except this program."""
     mine = {os.getpid(), os.getppid(), 1}
     for pid in os.listdir("/proc"):
@@ -196,7 +196,7 @@ THINGS = {
 
 
 @attempt
-def _exhaust(what: str, at_most: int, processes: int) -> Answer:
+def _exhaust(what: str, at_most: int, processes: int) -> AttemptAnswer:
     """Take as many as there are, in several processes, and keep them."""
     signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
     pipes = []
@@ -209,7 +209,7 @@ def _exhaust(what: str, at_most: int, processes: int) -> Answer:
                 while taken < at_most:
                     THINGS[what]()
                     taken += 1
-            except Answer as answer:
+            except AttemptAnswer as answer:
                 why = answer.detail
             except OSError as error:
                 why = name_of(error.errno or 0)
@@ -233,7 +233,7 @@ def _exhaust(what: str, at_most: int, processes: int) -> Answer:
 
 
 @attempt
-def _one_more(what: str) -> Answer:
+def _one_more(what: str) -> AttemptAnswer:
     """Take one, as an innocent neighbour would."""
     signal.pthread_sigmask(signal.SIG_BLOCK, range(34, 65))
     if what == "descriptors in flight":
@@ -245,7 +245,7 @@ def _one_more(what: str) -> Answer:
 
 
 @attempt
-def _clock_of(pid: int) -> Answer:
+def _clock_of(pid: int) -> AttemptAnswer:
     """Read the CPU clock of a process of the host."""
     try:
         time.clock_gettime((~pid << 3) | 2)

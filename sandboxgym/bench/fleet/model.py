@@ -25,7 +25,7 @@ class Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class OwnerCosts:
     """An owner's processor seconds in one step of all environments."""
 
     messages: int
@@ -33,7 +33,7 @@ class Measured:
     seconds: float
 
 
-def fitted(measured: Sequence[Measured]) -> Costs:
+def fitted(measured: Sequence[OwnerCosts]) -> Costs:
     """The costs that explain measurements best: least squares of relative errors, none below zero.
 
     Raises:
@@ -52,7 +52,7 @@ def fitted(measured: Sequence[Measured]) -> Costs:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Simulation:
     """Outcome of a simulation."""
 
     steps_per_second: float
@@ -71,7 +71,7 @@ def simulate(
     owners: int = 1,
     rounds: int = 20,
     seed: int = 0,
-) -> Result:
+) -> Simulation:
     """Simulate steps of all environments in lockstep, each owner with its share of the workers.
 
     Args:
@@ -102,7 +102,7 @@ def simulate(
         while back:
             now = max(now, heapq.heappop(back)) + cost
         busy += 2 * count * cost
-    return Result(rounds * workers * envs / now, busy / now)
+    return Simulation(rounds * workers * envs / now, busy / now)
 
 
 def owners_needed(costs: Costs, *, workers: int, envs: int, step: float, share: float = 0.5) -> int:

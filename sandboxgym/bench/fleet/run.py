@@ -20,7 +20,7 @@ from typing import Any
 
 import sandboxgym
 from sandboxgym.bench.fleet.losses import losses
-from sandboxgym.bench.fleet.model import Costs, Measured, fitted, owners_needed, simulate
+from sandboxgym.bench.fleet.model import Costs, OwnerCosts, fitted, owners_needed, simulate
 from sandboxgym.bench.pool import ALFWORLD, Waiting, rates, table
 from sandboxgym.system import proc
 from sandboxgym.tree import Envs
@@ -114,7 +114,9 @@ def steps(cluster: RayEnvs, n: int, repeats: int) -> Costs:
     with started(4) as four:
         for workers, source, them in ((2, cluster, more), (4, four, playing(four, 4 * n))):
             for count in (workers, n, 4 * n):
-                measured.append(Measured(min(workers, count), count, owner_seconds(source, them[:count], 3 * repeats)))
+                measured.append(
+                    OwnerCosts(min(workers, count), count, owner_seconds(source, them[:count], 3 * repeats))
+                )
     for job in more:
         cluster.give(job.env)
     costs = fitted(measured)

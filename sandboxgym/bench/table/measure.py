@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sandboxgym.bench.table.row import Options, Row, RowUnavailable
+from sandboxgym.bench.table.row import Options, RowUnavailable, TableRow
 from sandboxgym.system import interpreter
 
 SOURCES = ("sandboxgym.bench.table.rows", "bpo_ref.experiments.bench")
@@ -50,13 +50,13 @@ class Measured:
     reason: str | None = None
 
 
-def all_rows() -> tuple[dict[str, tuple[str, Row]], dict[str, str]]:
+def all_rows() -> tuple[dict[str, tuple[str, TableRow]], dict[str, str]]:
     """Find the rows.
 
     Returns:
         Module and row by name; reasons of modules that cannot be imported.
     """
-    rows: dict[str, tuple[str, Row]] = {}
+    rows: dict[str, tuple[str, TableRow]] = {}
     missing: dict[str, str] = {}
     for source in SOURCES:
         try:
@@ -68,7 +68,7 @@ def all_rows() -> tuple[dict[str, tuple[str, Row]], dict[str, str]]:
     return rows, missing
 
 
-def measure(source: str, row: Row, options: Options, seconds: float) -> Measured:
+def measure(source: str, row: TableRow, options: Options, seconds: float) -> Measured:
     """Measure one row for some seconds, in a process of its own, which ends in any case.
 
     Args:

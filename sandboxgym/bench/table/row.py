@@ -35,7 +35,7 @@ class Options:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TableRow:
     """One row.
 
     Args:

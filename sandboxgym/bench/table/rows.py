@@ -20,7 +20,7 @@ from typing import Any
 import gymnasium as gym
 
 import sandboxgym
-from sandboxgym.bench.table.row import Options, Pair, Row, RowUnavailable, in_turns
+from sandboxgym.bench.table.row import Options, Pair, RowUnavailable, TableRow, in_turns
 from sandboxgym.system import interpreter
 
 STEPS = 25
@@ -413,44 +413,44 @@ def _children() -> float:
 
 _REPLAY = f"reset and replay of {STEPS} steps"
 ROWS = (
-    Row(
+    TableRow(
         "alfworld.step",
         "ALFWorld, a step of a game that was played before",
         "TextWorld by itself",
         functools.partial(_alfworld_steps, fresh=False),
     ),
-    Row(
+    TableRow(
         "alfworld.fresh",
         "ALFWorld, each of the first twelve steps of a game that this machine knows",
         "TextWorld by itself",
         functools.partial(_alfworld_steps, fresh=True),
     ),
-    Row("alfworld.reset_by_path", "ALFWorld, reset by a game's path", "reset by its number", _reset_by_path),
+    TableRow("alfworld.reset_by_path", "ALFWorld, reset by a game's path", "reset by its number", _reset_by_path),
     *(
-        Row(f"alfworld.{way}", f"ALFWorld, {way}", _REPLAY, functools.partial(_alfworld_forked, way=way))
+        TableRow(f"alfworld.{way}", f"ALFWorld, {way}", _REPLAY, functools.partial(_alfworld_forked, way=way))
         for way in ("snapshot", "restore", "fork")
     ),
-    Row(
+    TableRow(
         "alfworld.durable",
         "ALFWorld, a snapshot on disk",
         f"the record of {STEPS} steps",
         lambda options: _durable(lambda: _alfworld(options)),
         "bytes",
     ),
-    Row(
+    TableRow(
         "alfworld.vector",
         "`SnapshotVectorEnv` in one thread, a step of 8 environments",
         "one by one",
         functools.partial(_vector, theirs=False),
     ),
-    Row(
+    TableRow(
         "alfworld.vector_gymnasium",
         "`SnapshotVectorEnv` in one thread, a step of 8 environments",
         "Gymnasium's SyncVectorEnv",
         functools.partial(_vector, theirs=True),
     ),
     *(
-        Row(
+        TableRow(
             f"webshop.{way}",
             f"WebShop, {way}",
             "reset and replay of 10 steps",
@@ -458,60 +458,60 @@ ROWS = (
         )
         for way in ("snapshot", "restore", "fork")
     ),
-    Row(
+    TableRow(
         "webshop.durable",
         "WebShop, a snapshot on disk",
         "the record of 10 steps",
         lambda options: _durable(_webshop),
         "bytes",
     ),
-    Row(
+    TableRow(
         "webshop.step",
         "WebShop, a step, searches remembered, its first pages",
         "the original without Lucene",
         _webshop_steps,
     ),
-    Row("webshop.goals", "WebShop, goals of 10,000 stored products", "prices and price caps drawn again", _goals),
-    Row("webshop.search", "WebShop, a search among 100,000 products", "every product scored", _searched),
-    Row("webshop.open", "WebShop, `gym.make` in a new process", "`import sandboxgym` there", _opened),
-    Row("sandbox.execute", "sandbox, `true` in its shell", "`docker exec`", _execute, clock="wall"),
-    Row("sandbox.execute_bash", "sandbox, `true` in its shell", "`bash -c true` outside", _shell, clock="wall"),
-    Row(
+    TableRow("webshop.goals", "WebShop, goals of 10,000 stored products", "prices and price caps drawn again", _goals),
+    TableRow("webshop.search", "WebShop, a search among 100,000 products", "every product scored", _searched),
+    TableRow("webshop.open", "WebShop, `gym.make` in a new process", "`import sandboxgym` there", _opened),
+    TableRow("sandbox.execute", "sandbox, `true` in its shell", "`docker exec`", _execute, clock="wall"),
+    TableRow("sandbox.execute_bash", "sandbox, `true` in its shell", "`bash -c true` outside", _shell, clock="wall"),
+    TableRow(
         "sandbox.snapshot",
         "sandbox with 300 new files, snapshot, restore and `true`",
         "`cp -a` of them, there and back",
         _files,
         clock="wall",
     ),
-    Row(
+    TableRow(
         "sandbox.snapshot_docker",
         "sandbox with 300 new files, snapshot, restore and `true`",
         "`docker commit`, `docker run`, `true`",
         _committed,
         clock="wall",
     ),
-    Row(
+    TableRow(
         "full.tree",
         "full snapshot of a tree of 7 processes, live again",
         "a new sandbox, the processes started again",
         functools.partial(_full, work="a tree of 7 processes"),
         clock="wall",
     ),
-    Row(
+    TableRow(
         "full.large",
         "full snapshot of a process of 200 MB, live again",
         "a new sandbox, the process started again",
         functools.partial(_full, work="a process of 200 MB"),
         clock="wall",
     ),
-    Row(
+    TableRow(
         "full.forks",
         "20 live forks of a sandbox with a process of 64 MiB",
         "20 new sandboxes that start it",
         _twenty,
         clock="wall",
     ),
-    Row(
+    TableRow(
         "store.edited",
         "store, snapshot of an edited file after 5 MB of others",
         "the whole snapshot",
@@ -519,20 +519,20 @@ ROWS = (
         "bytes",
         "wall",
     ),
-    Row(
+    TableRow(
         "workers.live_paths",
         "128 live paths in 2 worker processes, a message per worker",
         "a message per environment",
         _live_paths,
         clock="wall",
     ),
-    Row(
+    TableRow(
         "rollouts.asynchronous",
         "rollouts with slow answers and uneven steps, asynchronous",
         "in lockstep",
         _asynchronous,
         clock="wall",
     ),
-    Row("cli.list", "`sandboxgym list`", "`import gymnasium`", _started),
+    TableRow("cli.list", "`sandboxgym list`", "`import gymnasium`", _started),
 )
 """Every row of this package, in the table's order."""

@@ -58,7 +58,7 @@ def revision(folder: Path) -> str:
     return folder.name
 
 
-class Child:
+class CheckoutProcess:
     """A child process that measures one checkout.
 
     Raises:
@@ -124,10 +124,12 @@ class Child:
 
 
 @contextlib.contextmanager
-def children(folders: Sequence[Path], backend: str, rootfs: str, boxes: int) -> Iterator[list[Child]]:
+def children(folders: Sequence[Path], backend: str, rootfs: str, boxes: int) -> Iterator[list[CheckoutProcess]]:
     """Start a child for each checkout."""
     with contextlib.ExitStack() as opened:
-        yield [opened.enter_context(contextlib.closing(Child(path, backend, rootfs, boxes))) for path in folders]
+        yield [
+            opened.enter_context(contextlib.closing(CheckoutProcess(path, backend, rootfs, boxes))) for path in folders
+        ]
 
 
 def compare(before: Path, after: Path, backend: str, rootfs: str, *, rounds: int, repeats: int, boxes: int) -> Pairs:

@@ -236,9 +236,11 @@ def _follow_owner(busy: threading.Event) -> None:
 
 def _work(job: EvaluationJob, row: str) -> dict[str, Any]:
     from sandboxgym.envs.swebench.rows.tasks import open_tasks
-    from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
+    from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings, forget_prepared, pristine
 
-    settings = Settings(backend=job.backend, image=job.image, network=job.network, allow_unsafe=job.allow_unsafe)
+    settings = WorkspaceSettings(
+        backend=job.backend, image=job.image, network=job.network, allow_unsafe=job.allow_unsafe
+    )
     (task,) = open_tasks(job.dataset, instances=[row])
     if job.work == "prepare":
         try:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import Any, Literal, Protocol, get_args
 
 from sandboxgym.core import SnapshotSpec
-from sandboxgym.envs.alfworld.game import Game, GameState, Progress
+from sandboxgym.envs.alfworld.game import Game, GameState, GoalProgress
 from sandboxgym.envs.alfworld.games.library import GameLibrary
 
 EngineName = Literal["native", "textworld"]
 
 
-class Engine(Protocol):
+class GameEngine(Protocol):
     """One game, playable from any of its states by any number of environments."""
 
     digest: str
@@ -40,7 +40,7 @@ class Engine(Protocol):
     def won(self, state: Any) -> bool:
         """Tell whether the goal holds."""
 
-    def progress(self, state: GameState) -> Progress:
+    def progress(self, state: GameState) -> GoalProgress:
         """Progress towards the goal."""
 
     def state_hash(self, state: GameState) -> str:
@@ -50,7 +50,7 @@ class Engine(Protocol):
         """Convert a state from another process to one that this engine can continue from."""
 
 
-def load(engine: EngineName, library: GameLibrary, number: int) -> Engine:
+def load(engine: EngineName, library: GameLibrary, number: int) -> GameEngine:
     """Load game ``number`` of ``library``, or share it with earlier users."""
     if engine == "native":
         return library.load(number)

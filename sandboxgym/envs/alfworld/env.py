@@ -1,4 +1,4 @@
-"""`ALFWorldEnv`: a thin Gymnasium layer over an `Engine` and a small immutable state value."""
+"""`ALFWorldEnv`: a thin Gymnasium layer over a `GameEngine` and a small immutable state value."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.core import Transition
 from sandboxgym.envs.alfworld.card import CARD
-from sandboxgym.envs.alfworld.engine import Engine, EngineName, load, snapshot_spec
+from sandboxgym.envs.alfworld.engine import EngineName, GameEngine, load, snapshot_spec
 from sandboxgym.envs.alfworld.expert import Expert
-from sandboxgym.envs.alfworld.game import Game, GameState, Progress
+from sandboxgym.envs.alfworld.game import Game, GameState, GoalProgress
 from sandboxgym.envs.alfworld.games.library import GameLibrary, GameNotFound, GameRef, instruction_of, open_library
 from sandboxgym.envs.alfworld.solver import least_commands, shortest_plan
 from sandboxgym.envs.alfworld.textworld_engine import TextWorldState
@@ -176,7 +176,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         self.render_mode = render_mode
         self.observation_space = Unicode()
         self.action_space = Unicode(HARMLESS)
-        self._game: Engine | None = None
+        self._game: GameEngine | None = None
         self._ref: GameRef | None = None
         self._state: EpisodeState | None = None
 
@@ -287,7 +287,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         assert game is not None and ref is not None
         return EpisodeState(ref.task_id, game.digest, state, feedback, valid_action)
 
-    def _playing(self) -> tuple[Engine, EpisodeState]:
+    def _playing(self) -> tuple[GameEngine, EpisodeState]:
         self._check_reset("a step")
         assert self._game is not None and self._state is not None
         return self._game, self._state
@@ -323,7 +323,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         observation = game.intro() if episode.feedback is None else episode.feedback
         return Transition(observation, float(won), won and self.stop_when_won, False, info)
 
-    def _measures(self, state: GameState, progress: Progress) -> dict[str, Any]:
+    def _measures(self, state: GameState, progress: GoalProgress) -> dict[str, Any]:
         """Info keys for state values."""
         assert self._game is not None
         key = f"{progress.met}/{progress.total}{' held' if progress.held else ''}"

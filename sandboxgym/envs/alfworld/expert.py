@@ -34,7 +34,7 @@ DOORS = frozenset(("cupboard", "cabinet", "drawer", "fridge", "microwave", "safe
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class Errand:
     """Target, treatment and destination that a task sentence asks for."""
 
     target: str
@@ -48,7 +48,7 @@ class Task:
         return self.destination.endswith("lamp")
 
 
-def parse_task(observation: str) -> Task:
+def parse_task(observation: str) -> Errand:
     """Parse the task of a reset text: official templates and those of the embedded games.
 
     All of them are two names (thing, place or lamp) among a few filler words, with at most one word for a treatment.
@@ -60,7 +60,7 @@ def parse_task(observation: str) -> Task:
     if len(names) != 2:
         raise ValueError(f"expected a task with a thing and a place, found {' '.join(words) or observation!r}")
     treatment = next((TREATMENT_WORDS[word] for word in words if word in TREATMENT_WORDS), None)
-    return Task(names[0], names[1], treatment, 2 if "two" in words else 1)
+    return Errand(names[0], names[1], treatment, 2 if "two" in words else 1)
 
 
 class Expert:
@@ -303,7 +303,7 @@ class Expert:
         return self._rng.choice(commands)
 
 
-class Turn(NamedTuple):
+class ExpertTurn(NamedTuple):
     """One exchange of a demonstration."""
 
     observation: str
@@ -316,7 +316,7 @@ class Turn(NamedTuple):
 class Demonstration:
     """An episode of the expert: its exchanges and outcome."""
 
-    turns: tuple[Turn, ...]
+    turns: tuple[ExpertTurn, ...]
     won: bool
 
 
@@ -327,10 +327,10 @@ def play_expert(
     expert = Expert(rng, noise)
     state, observation = game.initial(), game.intro()
     expert.reset(observation)
-    turns: list[Turn] = []
+    turns: list[ExpertTurn] = []
     while not game.won(state) and len(turns) < max_steps:
         action = expert.act(observation)
-        turns.append(Turn(observation, action, expert.noisy))
+        turns.append(ExpertTurn(observation, action, expert.noisy))
         state, observation, _ = game.step(state, action)
     return Demonstration(tuple(turns), game.won(state))
 

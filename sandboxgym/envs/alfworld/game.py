@@ -33,13 +33,13 @@ from sandboxgym.envs.alfworld.grammar import (
     Entity,
     Grammar,
     GrammarError,
-    Scene,
     Text,
+    TextScene,
     compile_text,
     read_grammar,
 )
-from sandboxgym.envs.alfworld.grounding import Grounding, Operator, Task, ground
-from sandboxgym.envs.alfworld.grounding_cache import Entry, GroundingCache, StoredBucket, StoredOperators
+from sandboxgym.envs.alfworld.grounding import Grounding, GroundTask, Operator, ground
+from sandboxgym.envs.alfworld.grounding_cache import CachedGame, GroundingCache, StoredBucket, StoredOperators
 from sandboxgym.envs.alfworld.pddl import Domain, PddlError, read_domain, read_problem
 from sandboxgym.envs.alfworld.relations import picker
 
@@ -70,7 +70,7 @@ class GameState:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class GoalProgress:
     """Progress towards the goal. This is our own measure: the original has none for its text games.
 
     With the goal as alternatives over choices of objects, each a set of facts that can change, ``total`` is the
@@ -98,7 +98,7 @@ class _Choices:
 
     commands: tuple[str, ...]
     operators: dict[str, tuple[int, int]]
-    """Arguments of `Task.operator`."""
+    """Arguments of `GroundTask.operator`."""
 
 
 class Game:
@@ -136,7 +136,7 @@ class Game:
             found = cache.get(self.digest, self._domain) if cache is not None else None
             grounding = found.grounding if found else ground(self._domain, read_problem(problem, self._domain))
             self._stored = found.operators if found else None
-            self._planner = Task(self._domain, grounding, known=self._stored_operators)
+            self._planner = GroundTask(self._domain, grounding, known=self._stored_operators)
         except (PddlError, GrammarError) as error:
             raise GameError(f"{name}: {part}, {error}") from None
         names = _names(grounding.mentioned)
@@ -148,13 +148,13 @@ class Game:
         self._text_facts = _TextFacts(self._domain, self._planner)
         self._command_of: dict[tuple[str, Row], str] = {}
         self._choices_of: dict[int, _Choices] = {}
-        self._progress_of: dict[int, Progress] = {}
+        self._progress_of: dict[int, GoalProgress] = {}
         self._hash_of: dict[tuple[int, int], str] = {}
         self._goal = _Goal(self._planner)
         if cache is not None and (found is None or found.operators is None):
             if found is not None:  # seen before: it may well be seen again
                 self._stored = self._all_operators(grounding)
-            cache.put(self.digest, Entry(grounding, self._stored))
+            cache.put(self.digest, CachedGame(grounding, self._stored))
 
     @classmethod
     def from_json(
@@ -210,7 +210,7 @@ class Game:
         return self
 
     @property
-    def planner(self) -> Task:
+    def planner(self) -> GroundTask:
         """Ground planning problem of the states ``s``."""
         return self._planner
 
@@ -262,7 +262,7 @@ class Game:
         progress = self.progress(state)
         return progress.met == progress.total
 
-    def progress(self, state: GameState) -> Progress:
+    def progress(self, state: GameState) -> GoalProgress:
         """Progress towards the goal."""
         relevant = state.s & self._goal.relevant
         progress = self._progress_of.get(relevant)
@@ -382,7 +382,7 @@ class Game:
         return binding
 
     def _write(self, text: Text, t: int, binding: Binding) -> str:
-        scene = Scene(self._grammar.rules, self._entities, partial(self._text_facts.find, t))
+        scene = TextScene(self._grammar.rules, self._entities, partial(self._text_facts.find, t))
         try:
             return text.write(scene, binding)
         except GrammarError as error:
@@ -390,9 +390,9 @@ class Game:
 
 
 class _Goal:
-    """Measure of a state's progress towards the goal; see `Progress`."""
+    """Measure of a state's progress towards the goal; see `GoalProgress`."""
 
-    def __init__(self, planner: Task) -> None:
+    def __init__(self, planner: GroundTask) -> None:
         self._alternatives = planner.goal
         self._total = max((pos | neg).bit_count() for pos, neg in planner.goal)
         mentioned = reduce(or_, (pos | neg for pos, neg in planner.goal))
@@ -412,14 +412,14 @@ class _Goal:
         if not self._kinds:  # only where the agent stands matters: then that is the one condition
             self._joint, self._conditions = set(planner.goal), 1
 
-    def progress(self, s: int) -> Progress:
+    def progress(self, s: int) -> GoalProgress:
         wrong = min(((s & (pos | neg)) ^ pos).bit_count() for pos, neg in self._alternatives)
         met = sum(max((p | n).bit_count() - ((s & (p | n)) ^ p).bit_count() for p, n in kind) for kind in self._kinds)
         met += any(s & (pos | neg) == pos for pos, neg in self._joint)
-        return Progress(self._total - wrong, self._total, bool(s & self._held), met, self._conditions)
+        return GoalProgress(self._total - wrong, self._total, bool(s & self._held), met, self._conditions)
 
 
-def _same_object(planner: Task, bits: int) -> bool:
+def _same_object(planner: GroundTask, bits: int) -> bool:
     """Tell whether facts of different predicates mention the same object."""
     of: dict[str, set[str]] = {}
     for number in _numbers(bits):
@@ -435,7 +435,7 @@ class _TextFacts:
     The low bits of ``t`` are those of the planner's facts; as many above them stand for their ``not_`` facts.
     """
 
-    def __init__(self, domain: Domain, planner: Task) -> None:
+    def __init__(self, domain: Domain, planner: GroundTask) -> None:
         self._width = len(planner.facts)
         self._facts = planner.facts
         self._constants = planner.constants

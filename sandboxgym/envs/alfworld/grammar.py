@@ -9,7 +9,7 @@ What this module promises:
    the condition, in the order of the objects' ids) and ``[{…}]`` (the same as an English list). An expression is made
    of ``x``, ``x.name``, ``'text'``, ``+`` and ``or``, read by :mod:`ast` and never evaluated as Python. Of the
    alternatives of a rule, the first whose condition has a solution is taken: nothing here is random.
-3. Texts depend on the game only through a :class:`Scene`, so one compiled grammar serves all games and threads.
+3. Texts depend on the game only through a :class:`TextScene`, so one compiled grammar serves all games and threads.
 
 Three quirks of the original are kept, because agents see them. White space at the start of a text is swallowed. A
 text ends at the first character that can't be read (the rule ``overview(o, r)`` of ALFRED's grammar has a stray
@@ -47,7 +47,7 @@ Binding: TypeAlias = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class TextScene:
     """Context in which texts are written: the rules, the objects, and the facts of one moment.
 
     ``facts(predicate, positions, key)`` gives the sorted argument tuples of the true facts of ``predicate`` that have
@@ -59,8 +59,8 @@ class Scene:
     facts: Callable[[str, tuple[int, ...], tuple[str, ...]], Iterable[tuple[str, ...]]]
 
 
-Writer: TypeAlias = Callable[[Scene, Binding], str]
-Pieces: TypeAlias = Callable[[Scene, Binding], list[str]]
+Writer: TypeAlias = Callable[[TextScene, Binding], str]
+Pieces: TypeAlias = Callable[[TextScene, Binding], list[str]]
 
 
 class Placeholder(NamedTuple):
@@ -77,7 +77,7 @@ class Condition:
 
     atoms: tuple[tuple[str, tuple[Placeholder, ...]], ...]
 
-    def solutions(self, scene: Scene, binding: Binding, depth: int = 0) -> Iterator[Binding]:
+    def solutions(self, scene: TextScene, binding: Binding, depth: int = 0) -> Iterator[Binding]:
         """List all extensions of ``binding`` that make every atom true."""
         if depth == len(self.atoms):
             yield binding
@@ -90,13 +90,13 @@ class Condition:
             if extended is not None:
                 yield from self.solutions(scene, extended, depth + 1)
 
-    def holds(self, scene: Scene, binding: Binding) -> bool:
+    def holds(self, scene: TextScene, binding: Binding) -> bool:
         """Tell whether there is any solution."""
         return next(self.solutions(scene, binding), None) is not None
 
 
 def _bind(
-    placeholders: tuple[Placeholder, ...], args: tuple[str, ...], binding: Binding, scene: Scene
+    placeholders: tuple[Placeholder, ...], args: tuple[str, ...], binding: Binding, scene: TextScene
 ) -> Binding | None:
     extended = dict(binding)
     for (name, kind, key), arg in zip(placeholders, args, strict=True):
@@ -325,7 +325,7 @@ def _expression(node: ast.expr) -> Writer:
     raise GrammarError(f"{ast.unparse(node)!r} is not supported")
 
 
-def _entity(scene: Scene, binding: Binding, variable: str) -> Entity:
+def _entity(scene: TextScene, binding: Binding, variable: str) -> Entity:
     try:
         return scene.entities[binding[variable]]
     except KeyError:
@@ -343,7 +343,7 @@ def _sequence_writer(writers: tuple[Writer, ...]) -> Writer:
 
 
 def _rule_writer(rule: str) -> Writer:
-    def write(scene: Scene, binding: Binding) -> str:
+    def write(scene: TextScene, binding: Binding) -> str:
         for condition, text in ((a.condition, a.text) for a in scene.rules[rule]):
             if condition is None or condition.holds(scene, binding):
                 return text.write(scene, binding)
@@ -365,7 +365,7 @@ def _joined_writer(pieces: Pieces) -> Writer:
 def _list_writer(pieces: Pieces) -> Writer:
     empty, separator, last_separator = map(_rule_writer, _LIST_RULES)
 
-    def write(scene: Scene, binding: Binding) -> str:
+    def write(scene: TextScene, binding: Binding) -> str:
         *others, last = pieces(scene, binding) or [empty(scene, binding)]
         if not others:
             return last

@@ -3,8 +3,8 @@
 What this module promises:
 
 1. :func:`ground` finds every fact that can ever become true when deletes and negative preconditions are ignored,
-   and numbers those that can change, in sorted order; :class:`Task` plays on them. A state is an ``int`` with one bit
-   for each; equal texts give equal numbers in every process.
+   and numbers those that can change, in sorted order; :class:`GroundTask` plays on them. A state is an ``int`` with one
+   bit for each; equal texts give equal numbers in every process.
 2. Operators are instantiated on demand, for one fact of the state at a time: a game of which the agent sees three
    rooms never pays for the others.
 3. The operators are those of the Fast Downward translator, to which the original ALFWorld hands its games: an add
@@ -25,7 +25,7 @@ from typing import NamedTuple, Protocol
 
 from sandboxgym.envs.alfworld.pddl import (
     EQUALS,
-    Action,
+    ActionSchema,
     Atom,
     Conjunction,
     Domain,
@@ -43,7 +43,7 @@ class Schema:
     ``columns`` are the variables (the action's parameters first) and constants that an instance gives values to.
     """
 
-    def __init__(self, action: Action, precondition: Conjunction, fluents: Collection[str]) -> None:
+    def __init__(self, action: ActionSchema, precondition: Conjunction, fluents: Collection[str]) -> None:
         self.action = action
         self.precondition = precondition
         variables = (*action.parameters, *precondition.variables)
@@ -91,7 +91,7 @@ def _resolve(atom: Atom, columns: Sequence[str]) -> tuple[str, Picker]:
     return atom.predicate, picker(tuple(columns.index(arg) for arg in atom.args))
 
 
-class Facts(NamedTuple):
+class FactBits(NamedTuple):
     """Bits of the facts that can change, and all facts that can ever hold."""
 
     bits: Mapping[str, Mapping[Row, int]]
@@ -108,7 +108,7 @@ class Resolver:
             for atom in atoms
         ]
 
-    def __call__(self, facts: Facts | Task, row: Row) -> tuple[int, int] | None:
+    def __call__(self, facts: FactBits | GroundTask, row: Row) -> tuple[int, int] | None:
         """Compute the masks of the bits that must be set and clear; None if no state satisfies the condition."""
         masks = [0, 0]
         for predicate, pick, wanted in self._literals:
@@ -208,7 +208,7 @@ class Operator(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Grounding:
-    """Grounded problem as plain data, the result of :func:`ground` from which a :class:`Task` is made.
+    """Grounded problem as plain data, the result of :func:`ground` from which a :class:`GroundTask` is made.
 
     Working it out is most of the cost of compiling a game, so it can be kept on disk (:mod:`.cache`).
     """
@@ -255,7 +255,7 @@ def ground(domain: Domain, problem: Problem) -> Grounding:
         for args in sorted(fixed.get(predicate, database.rows(predicate)))
     )
     bits = _numbered(changing)
-    goal = tuple(dict.fromkeys(_alternatives(problem.goal, Facts(bits, database))))
+    goal = tuple(dict.fromkeys(_alternatives(problem.goal, FactBits(bits, database))))
     if not goal:
         raise PddlError(":goal: no choice of objects can ever satisfy it")
     return Grounding(
@@ -325,7 +325,7 @@ def _deletable(rules: Plan, predicate: str, database: Database, facts: Database)
     return found
 
 
-def _alternatives(goal: Iterable[Conjunction], facts: Facts) -> Iterator[tuple[int, int]]:
+def _alternatives(goal: Iterable[Conjunction], facts: FactBits) -> Iterator[tuple[int, int]]:
     for choice in goal:
         columns = (*dict(choice.variables), *constants_of([*choice.positive, *choice.negative]))
         query = Query(_body(choice.variables, choice), types=dict(choice.variables), wanted=columns)
@@ -370,7 +370,7 @@ class Instances:
         return self._operators[at]
 
 
-class Task:
+class GroundTask:
     """A ground problem. Immutable, except for its cache of instantiated operators.
 
     ``known`` finds the operators that are filed under the fact with a bit (0: under none) without instantiating them,

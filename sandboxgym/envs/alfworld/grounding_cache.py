@@ -140,7 +140,7 @@ class StoredOperators:
             return None
 
 
-class Entry(NamedTuple):
+class CachedGame(NamedTuple):
     """Content of an entry; its operators are None until the game is compiled for the second time."""
 
     grounding: Grounding
@@ -159,7 +159,7 @@ class GroundingCache:
         self.directory = Path(directory) if directory is not None else cache_dir() / "alfworld"
         self._max_bytes = max_bytes
 
-    def get(self, digest: str, domain: Domain) -> Entry | None:
+    def get(self, digest: str, domain: Domain) -> CachedGame | None:
         """Read the entry of the game with this digest; None if there is no usable one."""
         path = self._path(digest)
         try:
@@ -176,7 +176,7 @@ class GroundingCache:
             os.utime(path)
         return entry
 
-    def put(self, digest: str, entry: Entry) -> None:
+    def put(self, digest: str, entry: CachedGame) -> None:
         """Write an entry, if the disk allows it."""
         path = self._path(digest)
         try:
@@ -224,7 +224,7 @@ def _code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _encode(entry: Entry) -> bytes:
+def _encode(entry: CachedGame) -> bytes:
     grounding, operators = entry
     names = sorted(grounding.objects)
     kinds = sorted(set(grounding.objects.values()))
@@ -245,7 +245,7 @@ def _encode(entry: Entry) -> bytes:
     return _MAGIC + hashlib.sha256(packed).digest() + packed
 
 
-def _decode(content: bytes, domain: Domain) -> Entry:
+def _decode(content: bytes, domain: Domain) -> CachedGame:
     packed = content[len(_MAGIC) + 32 :]
     if content[: len(_MAGIC) + 32] != _MAGIC + hashlib.sha256(packed).digest():
         raise ValueError("expected an intact entry, found other bytes")
@@ -276,10 +276,10 @@ def _decode(content: bytes, domain: Domain) -> Entry:
     if not goal or len(grounding.objects) != width or max(masks) >> len(grounding.facts):
         raise ValueError("expected masks of the facts, and different names")
     if operators is None:
-        return Entry(grounding, None)
+        return CachedGame(grounding, None)
     if not all(isinstance(packed, bytes) for packed in operators.values()):
         raise ValueError("expected operators")
-    return Entry(grounding, StoredOperators(operators, names, len(grounding.facts)))
+    return CachedGame(grounding, StoredOperators(operators, names, len(grounding.facts)))
 
 
 def _pack_operators(found: Sequence[tuple[Operator, str]], number: Mapping[str, int]) -> bytes:

@@ -75,7 +75,7 @@ class Effect(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class ActionSchema:
     """An action with variables; any one of ``preconditions`` is enough."""
 
     name: str
@@ -229,7 +229,7 @@ class Domain:
         self._lineages: dict[str, frozenset[str]] = {}
         self.constants: list[TypedName] = []
         self.arities = {EQUALS: 2}
-        self.actions: list[Action] = []
+        self.actions: list[ActionSchema] = []
         sections = list(_sections(text, "domain"))
         for name, body in sections:
             match name, body:
@@ -272,7 +272,7 @@ class Domain:
             lineage = self._lineages[kind] = frozenset(found)
         return lineage
 
-    def _action(self, body: Sequence[Expr]) -> Action:
+    def _action(self, body: Sequence[Expr]) -> ActionSchema:
         if not body or not isinstance(body[0], str) or len(body) % 2 == 0:
             raise PddlError("expected (:action name :key value …)")
         name, fields = body[0], dict(zip(map(_show, body[1::2]), body[2::2], strict=True))
@@ -288,7 +288,7 @@ class Domain:
                 self.check_type(kind, parameter)
             scope = {parameter: parameter for parameter, _ in typed}
             preconditions = tuple(reader.condition(fields.get(":precondition", []), scope))
-            return Action(name, typed, preconditions, tuple(reader.effects(fields.get(":effect", []), scope)))
+            return ActionSchema(name, typed, preconditions, tuple(reader.effects(fields.get(":effect", []), scope)))
         except PddlError as error:
             raise PddlError(f"action {name}: {error}") from None
 

@@ -31,7 +31,7 @@ from functools import reduce
 from operator import and_, or_
 
 from sandboxgym.envs.alfworld.game import Game, GameState
-from sandboxgym.envs.alfworld.grounding import Operator, Task
+from sandboxgym.envs.alfworld.grounding import GroundTask, Operator
 
 Mask = int
 FAR = 99
@@ -257,7 +257,7 @@ def _by_bit(masks: Iterable[Mask]) -> dict[Mask, list[int]]:
 class _Rules:
     """Operators of a game, indexed by the facts that they change."""
 
-    def __init__(self, task: Task, operators: Sequence[Operator], start: Mask) -> None:
+    def __init__(self, task: GroundTask, operators: Sequence[Operator], start: Mask) -> None:
         self.task = task
         self.start = start
         self.operators = operators
@@ -359,7 +359,7 @@ class _Rules:
 class _Hand:
     """Facts of the agent's hand, if it has one: those that say it is empty, and those that say what it holds."""
 
-    def __init__(self, task: Task, operators: Iterable[Operator], start: Mask) -> None:
+    def __init__(self, task: GroundTask, operators: Iterable[Operator], start: Mask) -> None:
         self.holds = sum(task.bits.get("holds", {}).values())
         takes = [op for op in operators if op.listed_add & self.holds]
         self.empty_pos = reduce(and_, (op.pos & op.delete for op in takes), -1) if takes else 0

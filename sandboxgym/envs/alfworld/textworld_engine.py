@@ -3,7 +3,7 @@
 What this module promises:
 
 1. Texts, admissible commands, reward and validity are TextWorld's answers, not this package's computations. Values that
-   TextWorld lacks (`Progress`, the state hash) are computed from its facts.
+   TextWorld lacks (`GoalProgress`, the state hash) are computed from its facts.
 2. Nothing is imported from textworld, alfworld or fast_downward before a game is loaded.
 3. A `TextWorldState` is restored at once in the process, and for the loaded game, that it comes from:
    Fast Downward keeps every state that it visited under a number, and TextWorld's own facts, which differ from Fast
@@ -32,7 +32,7 @@ from typing import Any
 
 from gymnasium.error import DependencyNotInstalled
 
-from sandboxgym.envs.alfworld.game import Game, GameState, Progress
+from sandboxgym.envs.alfworld.game import Game, GameState, GoalProgress
 from sandboxgym.envs.alfworld.games.library import GameLibrary, content_of, file_key
 from sandboxgym.errors import SnapshotCorrupt
 
@@ -42,7 +42,7 @@ PACKAGES = ("textworld", "fast_downward", "alfworld")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Moment:
+class TextWorldMoment:
     """Data that bring TextWorld back to a state, never changed; 100 to 200 kB."""
 
     loading: object
@@ -62,11 +62,11 @@ class TextWorldState(GameState):
     """A state of the original: its facts, the valid commands so far, and a way back while the game is loaded."""
 
     commands: tuple[str, ...] = ()
-    moment: Moment | None = field(default=None, compare=False, repr=False)
+    moment: TextWorldMoment | None = field(default=None, compare=False, repr=False)
 
 
 class TextWorldGame:
-    """A game in the original engine; an `Engine`. Get it with :func:`load`."""
+    """A game in the original engine; a `GameEngine`. Get it with :func:`load`."""
 
     def __init__(self, compiled: Game, content: bytes) -> None:
         self.compiled = compiled
@@ -104,8 +104,8 @@ class TextWorldGame:
             following = self._state((*state.commands, command.strip()) if valid else state.commands)
             return following, str(self._moment(following).seen.feedback), valid
 
-    def progress(self, state: GameState) -> Progress:
-        """Progress computed from the original's facts; see `Progress`."""
+    def progress(self, state: GameState) -> GoalProgress:
+        """Progress computed from the original's facts; see `GoalProgress`."""
         return self.compiled.progress(state)
 
     def state_hash(self, state: GameState) -> str:
@@ -131,7 +131,7 @@ class TextWorldGame:
             )
         return reached
 
-    def _moment(self, state: TextWorldState) -> Moment:
+    def _moment(self, state: TextWorldState) -> TextWorldMoment:
         if state.moment is None or state.moment.loading is not self._loading:
             raise ValueError("expected a state of this loaded game; pass others to resume() first")
         return state.moment
@@ -153,7 +153,7 @@ class _Host:
 
         self._game = PddlEnv(EnvInfos(feedback=True, won=True, moves=True, admissible_commands=True))
         self._env = AlfredDemangler(self._game)
-        self._at: Moment | None = None
+        self._at: TextWorldMoment | None = None
         self._loading: object = None
 
     def load(self, content: dict[str, Any], loading: object) -> None:
@@ -173,12 +173,12 @@ class _Host:
     def last_action(self) -> Any:
         return self._game._last_action
 
-    def moment(self) -> Moment:
+    def moment(self) -> TextWorldMoment:
         """Capture the present moment."""
         if self._at is None:
             game = self._game
             state = game._pddl_state
-            self._at = Moment(
+            self._at = TextWorldMoment(
                 loading=self._loading,
                 number=game.downward_lib.get_state_id(),
                 facts={signature: set(facts) for signature, facts in state._facts.items()},
@@ -189,7 +189,7 @@ class _Host:
             )
         return self._at
 
-    def go_to(self, moment: Moment) -> None:
+    def go_to(self, moment: TextWorldMoment) -> None:
         """Go back to ``moment``, which is of the game loaded here."""
         if moment is self._at:
             return

@@ -35,7 +35,7 @@ echo {HASHED}
 """
 
 
-class Box(AgentBox):
+class TaskBox(AgentBox):
     """A sandbox in which a task's directory is worked on.
 
     Args:

@@ -11,13 +11,13 @@ from dataclasses import fields, replace
 from typing import Any, Self, get_args
 
 from sandboxgym.brief import brief
-from sandboxgym.envs.harbor.box import Box
+from sandboxgym.envs.harbor.box import TaskBox
 from sandboxgym.envs.harbor.card import CARD
 from sandboxgym.envs.harbor.dockerfile import NotWritten
 from sandboxgym.envs.harbor.expert import Expert
 from sandboxgym.envs.harbor.grading import Verdict, grade, prepare
-from sandboxgym.envs.harbor.images import Builder, Settings, Start, start_of
-from sandboxgym.envs.harbor.tasks import HarborTask, TaskSet, open_tasks
+from sandboxgym.envs.harbor.images import Builder, HarborSettings, Start, start_of
+from sandboxgym.envs.harbor.tasks import HarborTask, HarborTasks, open_tasks
 from sandboxgym.errors import from_handler
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.agent import arguments, tools
@@ -38,7 +38,7 @@ PROMPT_FIELDS = ("instruction", "workdir", "marker")
 """Names of the values that an introduction is filled in with."""
 
 
-class HarborEnv(AgentEnv[HarborTask, Start, Box, Verdict]):
+class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
     """Work in a terminal on any task in Harbor's format, graded by the task's own tests.
 
     ## Description
@@ -84,8 +84,9 @@ class HarborEnv(AgentEnv[HarborTask, Start, Box, Verdict]):
     - ``success``: whether the reward of this step is at least 1.
     - ``task_id``, ``task_type`` (``category`` of the task's metadata), ``steps``, ``submitted``, ``valid_action``;
       ``returncode`` (None without a command) and ``timed_out``.
-    - ``state_hash``: equal for equal states (`box.Box.digest` says what counts; empty if the files could not be read);
-      ``progress_key``: whether the task's directory was changed, and the result of the tests that the agent ran last.
+    - ``state_hash``: equal for equal states (`box.TaskBox.digest` says what counts; empty if the files could not
+      be read); ``progress_key``: whether the task's directory was changed, and the result of the tests that the agent
+      ran last.
     - ``lossy``: state that a snapshot taken now would not keep, such as ``"background: sleep 100"``; usually empty.
     - ``verdict``: None, or ``passed``, ``failed``, ``tests time out``, ``no reward`` (the tests wrote none, or one that
       is not a number from -1e6 to 1e6; or what the agent left prevents that they are written or run), ``infra
@@ -129,7 +130,7 @@ class HarborEnv(AgentEnv[HarborTask, Start, Box, Verdict]):
     card = CARD
     harmless = ("ls", "pwd", "whoami")
     state_version = 2
-    task_set: TaskSet
+    task_set: HarborTasks
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class HarborEnv(AgentEnv[HarborTask, Start, Box, Verdict]):
         self.verdict: Verdict | None = None
         """The verdict of the last graded step, with the output of the tests."""
         self._prompt = PROMPT if prompt is None else arguments.prompt(prompt, PROMPT_FIELDS)
-        self._settings = Settings(
+        self._settings = HarborSettings(
             backend=backend,
             limits=_given_limits(limits),
             network=arguments.flag("network", network),
@@ -214,19 +215,19 @@ class HarborEnv(AgentEnv[HarborTask, Start, Box, Verdict]):
     def _row(task: HarborTask) -> Task:
         return Task(task.id, task.instruction.strip(), task.type)
 
-    def _opened_tasks(self, split: str) -> TaskSet:
+    def _opened_tasks(self, split: str) -> HarborTasks:
         return open_tasks(split)
 
     def _start_of(self, task: HarborTask) -> Start:
         return start_of(task, self._settings)
 
-    def _boxes(self, task: HarborTask, start: Start) -> tuple[object, Callable[[], Box]]:
+    def _boxes(self, task: HarborTask, start: Start) -> tuple[object, Callable[[], TaskBox]]:
         return (task.digest, start.rootfs), functools.partial(start.box, task, self._settings)
 
     def _introduced(self, task: HarborTask, start: Start) -> str:
         return self._prompt.format(instruction=task.instruction.strip(), workdir=start.workdir, marker=tools.MARKER)
 
-    def _judged(self, box: Box, submitted: bytes | None) -> Verdict:
+    def _judged(self, box: TaskBox, submitted: bytes | None) -> Verdict:
         """Grade in the episode's own sandbox, with all processes; the state stays as it was."""
         leaf = self._space.frozen(strict=False)
         digest = self._space.digest

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sandboxgym import data, serialization
-from sandboxgym.envs.harbor.box import Box
+from sandboxgym.envs.harbor.box import TaskBox
 from sandboxgym.envs.harbor.dockerfile import Build, DockerfileError, parse
 from sandboxgym.envs.harbor.needs import Needs, needs_of
 from sandboxgym.envs.harbor.tasks import HarborTask, TaskError, TaskUnsupported
@@ -50,7 +50,7 @@ _BUILD_LIMITS = Limits(seconds=3600.0, memory=None, disk=32 * 2**30, files=None,
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class HarborSettings:
     """Settings shared by all sandboxes of an environment."""
 
     backend: str = "auto"
@@ -89,13 +89,13 @@ class Start:
     env: Mapping[str, str]
     workdir: str
     digest: tuple[str, str] = ("", "")
-    """`Box.digest` of the files and shell."""
+    """`TaskBox.digest` of the files and shell."""
 
-    def box(self, task: HarborTask, settings: Settings) -> Box:
+    def box(self, task: HarborTask, settings: HarborSettings) -> TaskBox:
         """Make a sandbox for an episode of the task, not started."""
-        return Box(self.sandbox(task, settings))
+        return TaskBox(self.sandbox(task, settings))
 
-    def sandbox(self, task: HarborTask, settings: Settings) -> Sandbox:
+    def sandbox(self, task: HarborTask, settings: HarborSettings) -> Sandbox:
         """Make a sandbox for the task, not started."""
         return make_sandbox(
             settings.backend,
@@ -111,7 +111,7 @@ class Start:
 _starts: OrderedDict[tuple[object, ...], Start] = OrderedDict()
 
 
-def start_of(task: HarborTask, settings: Settings) -> Start:
+def start_of(task: HarborTask, settings: HarborSettings) -> Start:
     """Prepare or load the start of a task.
 
     Raises:
@@ -137,7 +137,7 @@ def forget_starts() -> None:
         _starts.popitem()[1].snapshot.release()
 
 
-def _begun(start: Start, task: HarborTask, settings: Settings) -> Start:
+def _begun(start: Start, task: HarborTask, settings: HarborSettings) -> Start:
     """A start with a shell in it, as the first command finds it, and the digest of that state."""
     with start.box(task, settings) as box:
         box.restore(start.snapshot)
@@ -149,7 +149,7 @@ def _begun(start: Start, task: HarborTask, settings: Settings) -> Start:
         return replace(start, snapshot=snapshot, digest=box.digest_of(files))
 
 
-def _made(task: HarborTask, settings: Settings) -> Start:
+def _made(task: HarborTask, settings: HarborSettings) -> Start:
     if settings.image is None and settings.build == "sandbox":
         raise SandboxUnavailable(
             "build='sandbox' needs image=, the root file system on which the Dockerfile is carried out: 'host', "
@@ -163,7 +163,7 @@ def _made(task: HarborTask, settings: Settings) -> Start:
 # By the daemon.
 
 
-def _built_by_daemon(task: HarborTask, settings: Settings) -> str:
+def _built_by_daemon(task: HarborTask, settings: HarborSettings) -> str:
     """Name of the task's image at the Docker daemon, built if it is missing."""
     from sandboxgym.sandbox.docker.client import connect
 
@@ -225,7 +225,7 @@ def _dockerfile_beside(folder: Path, text: str) -> Iterator[Path]:
         yield Path(file.name)
 
 
-def _plain_start(task: HarborTask, settings: Settings, image: str) -> Start:
+def _plain_start(task: HarborTask, settings: HarborSettings, image: str) -> Start:
     """Start on an image as it is."""
     rootfs = f"docker:{image}"
     with make_sandbox(settings.backend, rootfs=rootfs, limits=_BUILD_LIMITS) as sandbox:
@@ -243,7 +243,7 @@ def _prepare(sandbox: Sandbox, task: HarborTask, workdir: str) -> None:
 # In a sandbox.
 
 
-def _built_in_sandbox(task: HarborTask, settings: Settings, rootfs: str) -> Start:
+def _built_in_sandbox(task: HarborTask, settings: HarborSettings, rootfs: str) -> Start:
     """Carry out the task's Dockerfile on a root file system."""
     text = _read(task.dockerfile) if task.dockerfile is not None else ""
     if not text:

@@ -100,7 +100,7 @@ class HarborTask:
         return _digest_of(self.context) if self.context.is_dir() else ""
 
 
-class TaskSet(Sequence[HarborTask]):
+class HarborTasks(Sequence[HarborTask]):
     """Tasks in the order of their names.
 
     Args:
@@ -143,7 +143,7 @@ class TaskSet(Sequence[HarborTask]):
         return self._by_id[task]
 
 
-def open_tasks(tasks: str | os.PathLike[str], *, instances: Sequence[str] | None = None) -> TaskSet:
+def open_tasks(tasks: str | os.PathLike[str], *, instances: Sequence[str] | None = None) -> HarborTasks:
     """Open the tasks of a directory.
 
     Args:
@@ -169,7 +169,7 @@ def open_tasks(tasks: str | os.PathLike[str], *, instances: Sequence[str] | None
         raise TaskError(f"tasks: expected a task.toml in {root} or in its subdirectories, found none")
     if instances is not None:
         folders = _chosen(folders, instances, root)
-    return TaskSet([read_task(folder) for folder in folders], source="mini" if tasks == "mini" else str(root))
+    return HarborTasks([read_task(folder) for folder in folders], source="mini" if tasks == "mini" else str(root))
 
 
 def images(

@@ -16,10 +16,10 @@ from sandboxgym.envs.swebench.expert import Expert
 from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.grading.durations import without_durations
 from sandboxgym.envs.swebench.grading.extraction import PATCH_LIMIT
-from sandboxgym.envs.swebench.grading.verdict import Verdict
+from sandboxgym.envs.swebench.grading.verdict import PatchVerdict
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
 from sandboxgym.envs.swebench.rows.tasks import Task, TaskSet, open_tasks
-from sandboxgym.envs.swebench.workspaces.workspace import Box, Pristine, Settings, pristine
+from sandboxgym.envs.swebench.workspaces.workspace import Pristine, RepositoryBox, WorkspaceSettings, pristine
 from sandboxgym.errors import from_handler
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.agent import arguments, tools
@@ -58,7 +58,7 @@ PROMPT_FIELDS = ("problem_statement", "workdir", "marker")
 """Names of the values that an introduction is filled in with."""
 
 
-class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
+class SWEBenchEnv(AgentEnv[Task, Pristine, RepositoryBox, PatchVerdict]):
     """Repair a repository: read an issue, run commands, edit files, and pass hidden tests.
 
     ## Description
@@ -110,8 +110,9 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
     - ``success`` and ``resolved``: whether the verdict of this step is ``resolved``; false without a verdict.
     - ``task_id``, ``repo``, ``task_type`` (equal to ``repo``), ``steps``, ``submitted``, ``valid_action``;
       ``returncode`` (None without a command) and ``timed_out``.
-    - ``state_hash``: equal for equal states (`workspace.Box.digest` says what counts; empty if the files could not be
-      read); ``progress_key``: whether the repository was changed, and the result of the tests that the agent ran last.
+    - ``state_hash``: equal for equal states (`workspace.RepositoryBox.digest` says what counts; empty if the files
+      could not be read); ``progress_key``: whether the repository was changed, and the result of the tests that the
+      agent ran last.
     - ``lossy``: state that a snapshot taken now would not keep, such as ``"background: sleep 100"``; usually empty.
       Losses that only the attempt reveals are in ``last`` and in the info that a restore returns.
     - ``verdict``: None, or ``resolved``, ``no patch``, ``patch too large``, ``patch does not apply``, ``tests fail``,
@@ -209,7 +210,7 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
         self.durations = arguments.flag("durations", durations)
         self.render_mode = render_mode
         self._prompt = PROMPTS[tools] if prompt is None else arguments.prompt(prompt, PROMPT_FIELDS)
-        self._settings = Settings(
+        self._settings = WorkspaceSettings(
             backend=backend,
             limits=arguments.limits(limits),
             network=arguments.flag("network", network),
@@ -223,7 +224,7 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
         """A player that knows the solution of the task being played, for demonstrations; see `Expert`."""
         return Expert(lambda: self.task, tools=self.tools, rng=rng, **options)
 
-    def grade(self) -> Verdict:
+    def grade(self) -> PatchVerdict:
         """The verdict on the work as it stands; changes nothing.
 
         If the episode's sandbox is gone (see *Episode End*) or cannot be captured, the verdict says so.
@@ -232,7 +233,7 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
         assert self._last is not None
         told = self._last.info
         if self._last.terminated and told["verdict"] in ("sandbox ended", "infra failure") and not told["patch"]:
-            return Verdict(False, "", told["verdict"], infra_failure=told["infra_failure"])
+            return PatchVerdict(False, "", told["verdict"], infra_failure=told["infra_failure"])
         try:
             self._live()
             leaf = self._space.frozen(strict=False, processes=False)
@@ -240,7 +241,7 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
             if from_handler(error):
                 raise
             log.warning("%s could not be captured", task.instance_id, exc_info=True)
-            return Verdict(False, "", "sandbox ended", infra_failure=f"sandbox: {cause(error)}")
+            return PatchVerdict(False, "", "sandbox ended", infra_failure=f"sandbox: {cause(error)}")
         try:
             return self._graded(leaf, task)
         finally:
@@ -258,7 +259,7 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
     def _start_of(self, task: Task) -> Pristine:
         return pristine(task, self._settings)
 
-    def _boxes(self, task: Task, start: Pristine) -> tuple[object, Callable[[], Box]]:
+    def _boxes(self, task: Task, start: Pristine) -> tuple[object, Callable[[], RepositoryBox]]:
         return self._settings.image_of(task), functools.partial(self._settings.box, task)
 
     def _introduced(self, task: Task, start: Pristine) -> str:
@@ -266,7 +267,7 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
             problem_statement=task.problem_statement.strip(), workdir=WORKDIR, marker=tools.MARKER
         )
 
-    def _live(self) -> Box:
+    def _live(self) -> RepositoryBox:
         box = super()._live()
         box.start = self._start
         return box
@@ -278,7 +279,7 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
         limit = self.step_limit if self.grade_at is None else self.grade_at
         return limit is not None and 0 < limit <= self._steps
 
-    def _judged(self, box: Box, submitted: bytes | None) -> Verdict:
+    def _judged(self, box: RepositoryBox, submitted: bytes | None) -> PatchVerdict:
         task, _ = self._at()
         patch = submitted.decode("utf-8", "surrogateescape") if submitted and submitted.strip() else None
         leaf = self._space.frozen(strict=False, processes=False)
@@ -287,7 +288,7 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
         finally:
             leaf.release()
 
-    def _graded(self, leaf: SandboxSnapshot, task: Task, *, patch: str | None = None) -> Verdict:
+    def _graded(self, leaf: SandboxSnapshot, task: Task, *, patch: str | None = None) -> PatchVerdict:
         """The verdict on captured work. A failure during grading is not a fault of the work."""
         _, start = self._at()
         try:
@@ -305,12 +306,12 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, Box, Verdict]):
             if from_handler(error):
                 raise
             log.warning("%s could not be graded", task.instance_id, exc_info=True)
-            return Verdict(False, patch or "", "infra failure", infra_failure=cause(error))
+            return PatchVerdict(False, patch or "", "infra failure", infra_failure=cause(error))
 
-    def _lost(self, reason: str, why: str) -> Verdict:
-        return Verdict(False, "", reason, infra_failure=f"sandbox: {why}")
+    def _lost(self, reason: str, why: str) -> PatchVerdict:
+        return PatchVerdict(False, "", reason, infra_failure=f"sandbox: {why}")
 
-    def _verdict_info(self, task: Task, verdict: Verdict | None) -> dict[str, Any]:
+    def _verdict_info(self, task: Task, verdict: PatchVerdict | None) -> dict[str, Any]:
         return {
             "resolved": verdict is not None and verdict.resolved,
             "repo": task.repo,

@@ -31,7 +31,7 @@ _NOISE = ("cat missing.txt", "ls missing", "git diff --stat", "python --version"
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ScriptedChange:
     """Changes of a patch to one file."""
 
     path: str
@@ -43,12 +43,12 @@ class Change:
     """Changed lines by the old numbers: the first, how many are removed, and the lines in their place."""
 
 
-def changes(patch: str) -> list[Change]:
+def changes(patch: str) -> list[ScriptedChange]:
     r"""Parse a patch in git's format to its changes by file.
 
     >>> patch = "diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n"
     >>> changes(patch)
-    [Change(path='f', new=None, replaced=(('a\nb', 'a\nc'),), lines=((2, 1, ('c',)),))]
+    [ScriptedChange(path='f', new=None, replaced=(('a\nb', 'a\nc'),), lines=((2, 1, ('c',)),))]
     """
     found = []
     for section in re.split(r"^diff --git ", patch, flags=re.MULTILINE)[1:]:
@@ -63,14 +63,14 @@ def changes(patch: str) -> list[Change]:
             pairs.append((old, "\n".join(line[1:] for line in lines if line[0] in " +")))
             edits += _changed_lines(int(start), lines)
         if "\nnew file mode" in head:
-            found.append(Change(path[1], "".join(f"{new}\n" for _, new in pairs), (), ()))
+            found.append(ScriptedChange(path[1], "".join(f"{new}\n" for _, new in pairs), (), ()))
         else:
-            found.append(Change(path[1], None, tuple(pairs), tuple(edits)))
+            found.append(ScriptedChange(path[1], None, tuple(pairs), tuple(edits)))
     return found
 
 
 def _changed_lines(number: int, lines: list[str]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
-    """`Change.lines` of a hunk that begins at a line."""
+    """`ScriptedChange.lines` of a hunk that begins at a line."""
     for same, run in itertools.groupby(lines, lambda line: line[0] == " "):
         block = list(run)
         gone = sum(line[0] != "+" for line in block)
@@ -79,7 +79,7 @@ def _changed_lines(number: int, lines: list[str]) -> Iterator[tuple[int, int, tu
         number += gone
 
 
-def slips(edited: list[Change], *, by_lines: bool) -> list[list[Change]]:
+def slips(edited: list[ScriptedChange], *, by_lines: bool) -> list[list[ScriptedChange]]:
     r"""Wrong versions of a solution, as by a careless expert; the same for equal solutions.
 
     Nothing at all; only the first edit, where there are several; else that one a line too low, where it goes by line
@@ -176,7 +176,7 @@ class Expert:
             yield self._command("python -m pytest -q")
         yield self._submit()
 
-    def _look_around(self, edited: list[Change]) -> list[str]:
+    def _look_around(self, edited: list[ScriptedChange]) -> list[str]:
         package = edited[0].path.split("/")[0] if edited else "."
         ways = ["ls", f"ls {package}", "git log --oneline | head -n 5", "cat README.md", "git status --short"]
         return self._rng.sample(ways, self._rng.randint(1, 2))
@@ -188,7 +188,7 @@ class Expert:
             return self._command(f"cat -n {path}")
         return self._command(self._rng.choice((f"cat {path}", f"cat -n {path}", f"sed -n 1,200p {path}")))
 
-    def _edits(self, change: Change) -> Iterator[str]:
+    def _edits(self, change: ScriptedChange) -> Iterator[str]:
         path = f"{WORKDIR}/{change.path}"
         if self._tools == "swe-agent":
             if change.new is not None:
@@ -232,10 +232,10 @@ def _git_apply(patch: str) -> str:
     return f"git apply <<'EOF'\n{patch}EOF"
 
 
-def _sed(change: Change) -> str:
+def _sed(change: ScriptedChange) -> str:
     r"""Write a script for GNU sed.
 
-    >>> print(_sed(Change("f", None, (), ((2, 1, ("a", " b")), (5, 2, ()), (9, 0, ("c",))))), end="")
+    >>> print(_sed(ScriptedChange("f", None, (), ((2, 1, ("a", " b")), (5, 2, ()), (9, 0, ("c",))))), end="")
     2,2c\
     a\
      b

@@ -12,7 +12,7 @@ _DEFAULT = re.compile(r"\s*(search|click)\s*\[(.+)\]", re.IGNORECASE)
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-class Action(NamedTuple):
+class ShopAction(NamedTuple):
     """An agent's action: its kind and argument."""
 
     verb: Literal["search", "click"]
@@ -20,7 +20,7 @@ class Action(NamedTuple):
     """Argument of the action, in lower case."""
 
 
-def parse(text: str, compat: Compat) -> Action | None:
+def parse(text: str, compat: Compat) -> ShopAction | None:
     """Parse the text of an action; None if it is none.
 
     In both grammars what follows the last ``]`` of the line is ignored and the argument is taken in lower case. The
@@ -38,7 +38,7 @@ def parse(text: str, compat: Compat) -> Action | None:
         verb, argument = verb.lower(), argument.strip()
     match verb:
         case "search" | "click" if argument:
-            return Action(verb, argument)
+            return ShopAction(verb, argument)
     return None
 
 

@@ -21,7 +21,7 @@ from sandboxgym.core import SnapshotSpec, Transition
 from sandboxgym.envs.webshop.card import BROWSER_CARD
 from sandboxgym.envs.webshop.env import HARMLESS, WebShopEnv
 from sandboxgym.envs.webshop.goals import Kind, Split
-from sandboxgym.envs.webshop.session import Session
+from sandboxgym.envs.webshop.session import ShopState
 from sandboxgym.envs.webshop.shop import Tagger
 from sandboxgym.envs.webshop.web import browser_actions
 from sandboxgym.envs.webshop.web.browser_page import BrowserMode, Look, PageState, Tab
@@ -36,7 +36,7 @@ VIEWPORT = (1024, 768)
 class BrowserState:
     """Snapshot state of `WebShopBrowserEnv`."""
 
-    session: Session
+    session: ShopState
     """The server's state of the episode; the address follows from it."""
     page: PageState
     """State of the page that the address does not determine."""
@@ -146,7 +146,7 @@ class WebShopBrowserEnv(WebShopEnv):
         self._executable = executable
         self._state: BrowserState | None = None
         self._tab: Tab | None = None
-        self._shown: tuple[Session, PageState] | None = None
+        self._shown: tuple[ShopState, PageState] | None = None
         self.action_space, self.observation_space = self._spaces()
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
@@ -213,7 +213,7 @@ class WebShopBrowserEnv(WebShopEnv):
         assert self._state is not None
         return self._state
 
-    def _at(self, session: Session, page: PageState) -> Tab:
+    def _at(self, session: ShopState, page: PageState) -> Tab:
         """The browser's page, restored to a state."""
         tab = self._tab
         if tab is None:
@@ -229,7 +229,7 @@ class WebShopBrowserEnv(WebShopEnv):
             self._shown = (session, page)
         return tab
 
-    def _take(self, look: Look, session: Session) -> None:
+    def _take(self, look: Look, session: ShopState) -> None:
         self._state, self._session = BrowserState(session, look.page, look.observation), session
         self._shown = (session, look.page)
 
@@ -276,7 +276,7 @@ class WebShopBrowserEnv(WebShopEnv):
     def _decode(cls, data: bytes) -> BrowserState:  # type: ignore[override]
         match durable.unpack(data):
             case [bytes(session), page, str() | bytes() as seen]:
-                return BrowserState(Session.decode(session), PageState.from_list(page), seen)
+                return BrowserState(ShopState.decode(session), PageState.from_list(page), seen)
         raise SnapshotCorrupt(f"expected a session, a page and an observation, found {len(data)} other bytes")
 
     def _config(self) -> dict[str, Any]:

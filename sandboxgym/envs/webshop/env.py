@@ -1,4 +1,4 @@
-"""`WebShopEnv`: a thin Gymnasium layer over a shared `Shop` and a `Session`, a small immutable value."""
+"""`WebShopEnv`: a thin Gymnasium layer over a shared `Shop` and a `ShopState`, a small immutable value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from sandboxgym.envs.webshop.expert import Expert
 from sandboxgym.envs.webshop.goals import Goal, Kind, Split
 from sandboxgym.envs.webshop.goals import split as split_of
 from sandboxgym.envs.webshop.pages import ObservationMode
-from sandboxgym.envs.webshop.session import Compat, Session
+from sandboxgym.envs.webshop.session import Compat, ShopState
 from sandboxgym.envs.webshop.shop import Shop, Tagger, open_shop
 from sandboxgym.spaces import Unicode
 from sandboxgym.task_env import Task, TaskEnv, TaskNotFound, TaskRows
@@ -184,7 +184,7 @@ class WebShopEnv(TaskEnv[str, str]):
         self.render_mode = render_mode
         self.observation_space = Unicode()
         self.action_space = Unicode(HARMLESS)
-        self._session: Session | None = None
+        self._session: ShopState | None = None
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
         """Start with a goal; see *Starting State*.
@@ -227,7 +227,7 @@ class WebShopEnv(TaskEnv[str, str]):
         return bisect.bisect_left(self.goals_here, self._goal({"task": task}))
 
     @property
-    def session(self) -> Session:
+    def session(self) -> ShopState:
         """State of the episode."""
         return self._shopping()
 
@@ -275,7 +275,7 @@ class WebShopEnv(TaskEnv[str, str]):
     def _draw(self) -> int:
         return int(self.np_random.integers(_SEEDS))
 
-    def _shopping(self) -> Session:
+    def _shopping(self) -> ShopState:
         self._check_reset("a step")
         assert self._session is not None
         return self._session
@@ -306,25 +306,25 @@ class WebShopEnv(TaskEnv[str, str]):
             info["reward_info"] = {**parts, "nouns": shop.nouns.name}
         return Transition(page.text(self.observation_mode), session.reward, session.done, False, info)
 
-    def _worth(self, session: Session) -> str:
+    def _worth(self, session: ShopState) -> str:
         prospect = self.shop.prospect(session)
         return session.place.page + ("" if prospect is None else f" {prospect:.1f}")
 
-    def _capture(self) -> Session:
+    def _capture(self) -> ShopState:
         assert self._session is not None
         return self._session
 
-    def _apply(self, state: Session) -> None:
+    def _apply(self, state: ShopState) -> None:
         self.shop.check(state)
         self._session = state
 
     @classmethod
-    def _encode(cls, state: Session) -> bytes:
+    def _encode(cls, state: ShopState) -> bytes:
         return state.encode()
 
     @classmethod
-    def _decode(cls, data: bytes) -> Session:
-        return Session.decode(data)
+    def _decode(cls, data: bytes) -> ShopState:
+        return ShopState.decode(data)
 
     def _config(self) -> dict[str, Any]:
         # Without the split: every split with this goal fits. Without the catalogue's path: its content decides.

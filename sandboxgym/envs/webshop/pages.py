@@ -21,7 +21,7 @@ SELECTED = " (selected)"
 """Mark of a chosen option in ``text`` (not with ``compat="upstream"``)."""
 
 
-class Piece(NamedTuple):
+class TextPiece(NamedTuple):
     """A piece of text on a page."""
 
     kind: Literal["text", "button", "product", "option"]
@@ -57,20 +57,20 @@ def text_rich(view: View) -> str:
     return "".join(clicked[::-1] + lines)
 
 
-def pieces(view: View) -> list[Piece]:
+def pieces(view: View) -> list[TextPiece]:
     """List the visible text of a page in its order."""
     if view.compat == "default":
         return [stripped for piece in _PIECES[view.page](view) if (stripped := _stripped(piece)).text]
     return [parsed for piece in _PIECES[view.page](view) if (parsed := _as_parsed(piece)) is not None]
 
 
-def _stripped(piece: Piece) -> Piece:
+def _stripped(piece: TextPiece) -> TextPiece:
     """Strip white space around text; most has none and is not copied."""
     content = piece.text.strip()
     return piece if content == piece.text else piece._replace(text=content)
 
 
-def _as_parsed(piece: Piece) -> Piece | None:
+def _as_parsed(piece: TextPiece) -> TextPiece | None:
     """Normalise text as the original's HTML parser does: white space alone is a blank, or a newline, which is dropped.
 
     Quirk: a blank description, say, is an empty piece of text, an empty one is none.
@@ -81,65 +81,65 @@ def _as_parsed(piece: Piece) -> Piece | None:
     return piece._replace(text=" ") if content and "\n" not in content else None
 
 
-def _instruction(view: View) -> Iterator[Piece]:
-    yield Piece("text", "Instruction:")
-    yield Piece("text", view.instruction)
+def _instruction(view: View) -> Iterator[TextPiece]:
+    yield TextPiece("text", "Instruction:")
+    yield TextPiece("text", view.instruction)
 
 
-def _search(view: View) -> Iterator[Piece]:
-    yield Piece("text", "WebShop")
-    yield Piece("text", "Instruction: ")
-    yield Piece("text", view.instruction)
+def _search(view: View) -> Iterator[TextPiece]:
+    yield TextPiece("text", "WebShop")
+    yield TextPiece("text", "Instruction: ")
+    yield TextPiece("text", view.instruction)
     yield from _buttons(view.buttons)
 
 
-def _results(view: View) -> Iterator[Piece]:
+def _results(view: View) -> Iterator[TextPiece]:
     back, *others = view.buttons
     yield from _instruction(view)
-    yield Piece("button", back)
-    yield Piece("text", f"Page {view.number} (Total results: {view.total})")
+    yield TextPiece("button", back)
+    yield TextPiece("text", f"Page {view.number} (Total results: {view.total})")
     yield from _buttons(others)
     for row in view.rows:
-        yield Piece("product", row.asin, row.visited)
-        yield Piece("text", row.title)
-        yield Piece("text", row.price)
+        yield TextPiece("product", row.asin, row.visited)
+        yield TextPiece("text", row.title)
+        yield TextPiece("text", row.price)
 
 
-def _item(view: View) -> Iterator[Piece]:
+def _item(view: View) -> Iterator[TextPiece]:
     product = view.product
     assert product is not None
     back, previous, *others = view.buttons
     yield from _instruction(view)
     yield from _buttons((back, previous))
     for group in view.groups:
-        yield Piece("text", group.name)
+        yield TextPiece("text", group.name)
         for choice in group.choices:
-            yield Piece("option", choice.name, choice.selected)
-    yield Piece("text", product.title)
-    yield Piece("text", f"Price: {product.price_text}")
-    yield Piece("text", "Rating: N.A.")
+            yield TextPiece("option", choice.name, choice.selected)
+    yield TextPiece("text", product.title)
+    yield TextPiece("text", f"Price: {product.price_text}")
+    yield TextPiece("text", "Rating: N.A.")
     yield from _buttons(others)
 
 
-def _sub_page(view: View) -> Iterator[Piece]:
+def _sub_page(view: View) -> Iterator[TextPiece]:
     product = view.product
     assert product is not None
     yield from _instruction(view)
     yield from _buttons(view.buttons)
     match view.sub_page:
         case "Description":
-            yield Piece("text", product.description)
+            yield TextPiece("text", product.description)
         case "Features":
             for bullet in product.bullets:
-                yield Piece("text", f" {bullet}")
+                yield TextPiece("text", f" {bullet}")
         case "Attributes":
             for attribute in product.attributes:
-                yield Piece("text", f" {attribute}")
+                yield TextPiece("text", f" {attribute}")
             for hidden in (product.category, product.query, product.product_category):
-                yield Piece("text", hidden)
+                yield TextPiece("text", hidden)
 
 
-def _done(view: View) -> Iterator[Piece]:
+def _done(view: View) -> Iterator[TextPiece]:
     purchase = view.purchase
     assert purchase is not None
     score = ("Your score (min 0.0, max 1.0)", str(purchase.reward.total))
@@ -148,15 +148,15 @@ def _done(view: View) -> Iterator[Piece]:
     else:
         lines = (*_DONE[0], purchase.asin, "options", _to_json(dict(purchase.options)), *_DONE[1], *score, *_DONE[2])
     for line in lines:
-        yield Piece("text", line)
+        yield TextPiece("text", line)
 
 
-def _buttons(labels: Iterable[str]) -> Iterator[Piece]:
+def _buttons(labels: Iterable[str]) -> Iterator[TextPiece]:
     for label in labels:
-        yield Piece("button", label)
+        yield TextPiece("button", label)
 
 
-_PIECES: Mapping[str, Callable[[View], Iterator[Piece]]] = {
+_PIECES: Mapping[str, Callable[[View], Iterator[TextPiece]]] = {
     "search": _search,
     "results": _results,
     "item": _item,

@@ -1,4 +1,4 @@
-"""`Session`: the state of an episode in the shop as one small immutable value, and its encoding."""
+"""`ShopState`: the state of an episode in the shop as one small immutable value, and its encoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_INTEGER = 2**64
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShopPage:
     """A page of the shop, without the session it belongs to."""
 
     page: PageType = "search"
@@ -41,12 +41,12 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class ShopState:
     """Snapshot state of `WebShopEnv`."""
 
     goal: int
     """Index in the list of all goals, whatever the split."""
-    place: Place = Place()
+    place: ShopPage = ShopPage()
     visited: tuple[str, ...] = ()
     """Products looked at since the search page, in order of the first visit."""
     actions: tuple[tuple[str, int], ...] = ()
@@ -80,7 +80,7 @@ class Session:
         )
 
     @classmethod
-    def decode(cls, data: bytes) -> Session:
+    def decode(cls, data: bytes) -> ShopState:
         """Decode the result of `encode`.
 
         Raises:
@@ -91,12 +91,12 @@ class Session:
             raise SnapshotCorrupt(f"expected an encoded session, found {len(data)} bytes")
         values = durable.unpack(data)
         if not isinstance(values, list) or len(values) != len(_KINDS) or not all(map(_is, values, _KINDS)):
-            raise SnapshotCorrupt(f"expected the fields of a Session, found {brief(values)}")
+            raise SnapshotCorrupt(f"expected the fields of a ShopState, found {brief(values)}")
         goal, page, query, number, asin, options, sub_page, draw, visited, actions, reward, done, valid = values
         if page not in range(len(PAGES)) or len(options) % 2 or (sub_page is not None and sub_page not in SUB_PAGES):
-            raise SnapshotCorrupt(f"expected the fields of a Session, found {brief(values)}")
+            raise SnapshotCorrupt(f"expected the fields of a ShopState, found {brief(values)}")
         pairs = tuple(zip(options[::2], options[1::2], strict=True))
-        place = Place(PAGES[page], query, number, asin, pairs, sub_page, draw)
+        place = ShopPage(PAGES[page], query, number, asin, pairs, sub_page, draw)
         counts = tuple((what, count) for what, count in actions)
         return cls(goal, place, tuple(visited), counts, reward, done, valid)
 

@@ -1,4 +1,4 @@
-"""`Shop`: data shared by all environments of a process, and the transitions of a `Session` as pure functions.
+"""`Shop`: data shared by all environments of a process, and the transitions of a `ShopState` as pure functions.
 
 A shop is immutable: catalogue, goals, prices, search, noun tagger and rules. Environments with equal arguments share
 one, and its cache of pages, so that forks that reach the same page build it once. A session is a small value
@@ -36,7 +36,7 @@ from sandboxgym.envs.webshop.goals import Goal, Goals, Kind
 from sandboxgym.envs.webshop.goals import goals as all_goals
 from sandboxgym.envs.webshop.retrieval.search import Search, open_search
 from sandboxgym.envs.webshop.reward import Reward, reward
-from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, PageType, Place, Session
+from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, PageType, ShopPage, ShopState
 from sandboxgym.envs.webshop.views import View
 from sandboxgym.envs.webshop.words.nouns import Nouns, open_nouns
 from sandboxgym.errors import SnapshotCorrupt
@@ -114,11 +114,11 @@ class Shop:
 
     # Looking.
 
-    def page(self, session: Session) -> Page:
+    def page(self, session: ShopState) -> Page:
         """Page of a session."""
         return self._page(session.goal, session.place, session.visited)
 
-    def prospect(self, session: Session) -> float | None:
+    def prospect(self, session: ShopState) -> float | None:
         """Reward of buying now; on a page of results, the mean over its products; None on the first page.
 
         Raises:
@@ -130,7 +130,7 @@ class Shop:
         worths = [self.worth(session.goal, row.asin, ()).total for row in self.view(session).rows]
         return sum(worths) / len(worths) if worths else 0.0
 
-    def features(self, session: Session) -> tuple[float, ...]:
+    def features(self, session: ShopState) -> tuple[float, ...]:
         """Features to learn state values from: the kind of page, the reward of buying now (on a page of results, the
         mean over its products), and that with the goal's options chosen (there, of the best product).
 
@@ -155,15 +155,15 @@ class Shop:
             wanted |= {names[0]: value} if names else {}
         return tuple(wanted.items())
 
-    def observe(self, session: Session, mode: pages.ObservationMode) -> str:
+    def observe(self, session: ShopState, mode: pages.ObservationMode) -> str:
         """Observation of the page."""
         return self.page(session).text(mode)
 
-    def view(self, session: Session) -> View:
+    def view(self, session: ShopState) -> View:
         """View of the page."""
         return self.page(session).view
 
-    def bought(self, session: Session) -> Reward | None:
+    def bought(self, session: ShopState) -> Reward | None:
         """Reward of the purchase, on the page after it."""
         place = session.place
         if place.page != "done":
@@ -171,7 +171,7 @@ class Shop:
         assert place.asin is not None
         return self.worth(session.goal, place.asin, place.options)
 
-    def results(self, place: Place) -> Sequence[str]:
+    def results(self, place: ShopPage) -> Sequence[str]:
         """Asins that a search finds, on all its pages together."""
         assert place.query is not None
         words = place.query.split(" ")
@@ -188,15 +188,15 @@ class Shop:
 
     # Acting.
 
-    def start(self, goal: int) -> Session:
+    def start(self, goal: int) -> ShopState:
         """Start a session with a goal.
 
         Args:
             goal: its index in the whole list of goals.
         """
-        return Session(goal)
+        return ShopState(goal)
 
-    def act(self, session: Session, text: str, *, draw: Callable[[], int]) -> Session:
+    def act(self, session: ShopState, text: str, *, draw: Callable[[], int]) -> ShopState:
         """Return the session after an action; if the action does nothing here, only reward and flags change.
 
         Args:
@@ -214,7 +214,7 @@ class Shop:
                 following = self._click(session, action.argument, draw)
         return replace(session, reward=0.0, done=over, valid_action=False) if following is None else following
 
-    def _search(self, session: Session, query: str, draw: Callable[[], int]) -> Session | None:
+    def _search(self, session: ShopState, query: str, draw: Callable[[], int]) -> ShopState | None:
         if self._raises(query) or (self.compat == "default" and session.place.page != "search"):
             return None
         return self._results(session, query, 1, draw)
@@ -236,7 +236,7 @@ class Shop:
     def _random(self, query: str) -> bool:
         return self.compat == "upstream" and query.split(" ")[0] == "<r>"
 
-    def _click(self, session: Session, name: str, draw: Callable[[], int]) -> Session | None:
+    def _click(self, session: ShopState, name: str, draw: Callable[[], int]) -> ShopState | None:
         page, place = self.page(session), session.place
         click = page.view.clickables.get(name)
         if click is None or name == _SEARCH:
@@ -246,7 +246,7 @@ class Shop:
         if button == _BUY:
             return self._buy(session)
         if button == _BACK:
-            return Session(session.goal)
+            return ShopState(session.goal)
         if button in (_NEXT, _PREV):
             turned = self._turn(session, 1 if button == _NEXT else -1, page.view, draw)
             if turned is not None:
@@ -263,7 +263,7 @@ class Shop:
             return _moved(session, replace(place, page="item", options=options), "options")
         return _moved(session, replace(place, page="item", sub_page=None))  # from a sub page
 
-    def _turn(self, session: Session, by: int, view: View, draw: Callable[[], int]) -> Session | None:
+    def _turn(self, session: ShopState, by: int, view: View, draw: Callable[[], int]) -> ShopState | None:
         """Turn to another page of the results, or back to them; None if neither."""
         place = session.place
         assert place.query is not None and place.number is not None
@@ -274,11 +274,11 @@ class Shop:
             return self._results(session, place.query, place.number, draw)
         return None
 
-    def _results(self, session: Session, query: str, number: int, draw: Callable[[], int]) -> Session:
+    def _results(self, session: ShopState, query: str, number: int, draw: Callable[[], int]) -> ShopState:
         drawn = draw() if self._random(query) else None
-        return _moved(session, Place("results", query, number, draw=drawn), "search")
+        return _moved(session, ShopPage("results", query, number, draw=drawn), "search")
 
-    def _buy(self, session: Session) -> Session:
+    def _buy(self, session: ShopState) -> ShopState:
         place = replace(session.place, page="done", sub_page=None)
         assert place.asin is not None
         worth = self.worth(session.goal, place.asin, place.options)
@@ -291,7 +291,7 @@ class Shop:
         price = self.goals.prices[asin]
         return reward(self.goals[goal], product, price=price, options=dict(options), nouns=self.nouns)
 
-    def _build_page(self, goal: int, place: Place, visited: tuple[str, ...]) -> Page:
+    def _build_page(self, goal: int, place: ShopPage, visited: tuple[str, ...]) -> Page:
         wanted = self.goals[goal]
         view = views.view_of(
             place,
@@ -301,12 +301,12 @@ class Shop:
             compat=self.compat,
             found=self.results(place) if place.page == "results" else (),
             visited=visited,
-            bought=self.bought(Session(goal, place)),
+            bought=self.bought(ShopState(goal, place)),
             show_attributes=self.show_attributes,
         )
         names = [name for name in view.clickables if name != _SEARCH and self._can_be_typed(name)]
         search = [actions.search_for(view.instruction)] if view.has_search_bar else []
-        key = f"{self.identity}\n".encode() + Session(goal, place, tuple(sorted(visited))).encode()
+        key = f"{self.identity}\n".encode() + ShopState(goal, place, tuple(sorted(visited))).encode()
         return Page(
             goal=wanted,
             view=view,
@@ -319,7 +319,7 @@ class Shop:
     def _can_be_typed(self, name: str) -> bool:
         return self.compat == "default" or not ("[" in name or "\n" in name)
 
-    def check(self, session: Session) -> None:
+    def check(self, session: ShopState) -> None:
         """Refuse a session that this shop cannot have.
 
         Raises:
@@ -345,14 +345,14 @@ class Shop:
                 raise SnapshotCorrupt(f"{place.asin} has no option {brief(group, 100)} = {brief(value, 100)}")
 
 
-def _moved(session: Session, place: Place, what: str | None = None) -> Session:
+def _moved(session: ShopState, place: ShopPage, what: str | None = None) -> ShopState:
     """Move the session to another place, with ``what`` counted."""
     counts = session.actions
     if what is not None:
         counted = dict(counts)
         counted[what] = counted.get(what, 0) + 1
         counts = tuple(counted.items())
-    return Session(session.goal, place, session.visited, counts)
+    return ShopState(session.goal, place, session.visited, counts)
 
 
 def _chosen(options: Options, group: str, value: str) -> Options:
@@ -367,7 +367,7 @@ def _named_by(url: str) -> str | None:
     return None
 
 
-def _progress(view: View, goal: Goal, place: Place) -> str:
+def _progress(view: View, goal: Goal, place: ShopPage) -> str:
     if view.page == "results":
         return "results goal" if any(row.asin == goal.asin for row in view.rows) else "results"
     if place.asin is None:

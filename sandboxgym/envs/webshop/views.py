@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, Product
 from sandboxgym.envs.webshop.goals import Goal
 from sandboxgym.envs.webshop.reward import Reward
-from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, PageType, Place, SubPage
+from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, PageType, ShopPage, SubPage
 
 BASE_URL = "http://127.0.0.1:3000"
 RESULTS_PER_PAGE = 10
@@ -35,7 +35,7 @@ class Click(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class ProductRow:
     """A product among the results."""
 
     asin: str
@@ -46,7 +46,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class OptionChoice:
     """An option that can be chosen."""
 
     value: str
@@ -60,7 +60,7 @@ class OptionGroup:
     """Options of which one can be chosen."""
 
     name: str
-    choices: tuple[Choice, ...]
+    choices: tuple[OptionChoice, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class View:
     number: int = 0
     total: int = 0
     """Number of results on all pages together."""
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ProductRow, ...] = ()
     product: Product | None = None
     """Product of an item page and of its sub-pages."""
     groups: tuple[OptionGroup, ...] = ()
@@ -103,7 +103,7 @@ class View:
 
 
 def view_of(
-    place: Place,
+    place: ShopPage,
     goal: Goal,
     session: int | str,
     catalogue: Catalogue,
@@ -130,11 +130,11 @@ def view_of(
     url = url_of(place, session)
     product = catalogue[place.asin] if place.page in ("item", "sub_page") and place.asin is not None else None
     number, total = place.number or 0, len(found)
-    rows: tuple[Row, ...] = ()
+    rows: tuple[ProductRow, ...] = ()
     groups: tuple[OptionGroup, ...] = ()
     if place.page == "results":
         rows = tuple(
-            Row(item.asin, item.title, item.price_text, item.image, item.asin in visited)
+            ProductRow(item.asin, item.title, item.price_text, item.image, item.asin in visited)
             for item in map(catalogue.__getitem__, page_of(found, number))
         )
     elif place.page == "item":
@@ -171,7 +171,7 @@ def page_of(found: Sequence[str], number: int) -> Sequence[str]:
     return found[(number - 1) * RESULTS_PER_PAGE : number * RESULTS_PER_PAGE]
 
 
-def url_of(place: Place, session: int | str) -> str:
+def url_of(place: ShopPage, session: int | str) -> str:
     """Write the address that the original's text environment would show."""
     if place.page == "search":
         return f"{BASE_URL}/{session}"
@@ -225,7 +225,7 @@ def _groups(product: Product, options: Options, url: str, compat: Compat) -> tup
             return chosen.get(group) == value
 
     return tuple(
-        OptionGroup(group, tuple(Choice(value, name(group, value), selected(group, value)) for value in values))
+        OptionGroup(group, tuple(OptionChoice(value, name(group, value), selected(group, value)) for value in values))
         for group, values in product.options.items()
     )
 
@@ -235,7 +235,7 @@ def _one_line(text: str) -> str:
 
 
 def _clicks(
-    buttons: tuple[str, ...], rows: tuple[Row, ...], groups: tuple[OptionGroup, ...], compat: Compat
+    buttons: tuple[str, ...], rows: tuple[ProductRow, ...], groups: tuple[OptionGroup, ...], compat: Compat
 ) -> Iterator[tuple[str, Click]]:
     """Index clickable elements by name; of equal names the later one counts."""
     for button in buttons:

@@ -51,7 +51,7 @@ _UNITTEST = re.compile(r"^Ran \d+ tests? in [\d.]+s\n\n(OK|FAILED)", re.MULTILIN
 
 
 @dataclass(frozen=True, slots=True)
-class EpisodeState:
+class AgentEpisode:
     """State of an episode: the whole content of a snapshot of `AgentEnv`."""
 
     task_id: str
@@ -85,7 +85,7 @@ class EpisodeState:
         kinds = (str, str, bytes, int, dict, str, str)  # the last only where the sandbox is gone
         typed = isinstance(values, list) and 6 <= len(values) <= len(kinds) and all(map(isinstance, values, kinds))
         if not typed or not 0 <= values[3] < _MOST_STEPS:
-            raise SnapshotCorrupt(f"expected the fields of EpisodeState, found {brief(values)}")
+            raise SnapshotCorrupt(f"expected the fields of AgentEpisode, found {brief(values)}")
         task_id, digest, packed, steps, history, *rest = values
         return cls(task_id, digest, packed, steps, Editor.from_plain(history), *rest)
 
@@ -497,7 +497,7 @@ class AgentEnv(TaskEnv[str, str], Generic[TaskT, StartT, BoxT, VerdictT]):
 
     # Snapshots.
 
-    def _capture(self) -> EpisodeState:
+    def _capture(self) -> AgentEpisode:
         task, _ = self._at()
         try:
             snapshot = self._space.frozen(strict=self.strict)
@@ -513,9 +513,9 @@ class AgentEnv(TaskEnv[str, str], Generic[TaskT, StartT, BoxT, VerdictT]):
             # Some losses only the attempt reveals.
             self._last = self._last._replace(info={**self._last.info, "lossy": list(snapshot.lossy)})
         name = self._row(task).id
-        return EpisodeState(name, task.digest, snapshot, self._steps, self._editor, self._tests, self._space.gone)
+        return AgentEpisode(name, task.digest, snapshot, self._steps, self._editor, self._tests, self._space.gone)
 
-    def _apply(self, state: EpisodeState) -> None:
+    def _apply(self, state: AgentEpisode) -> None:
         try:
             task: TaskT = self.task_set[self.task_set.index(state.task_id)]
         except TaskNotFound as error:
@@ -548,22 +548,22 @@ class AgentEnv(TaskEnv[str, str], Generic[TaskT, StartT, BoxT, VerdictT]):
         self._shown = self.last.observation
 
     @classmethod
-    def _encode(cls, state: EpisodeState) -> bytes:
+    def _encode(cls, state: AgentEpisode) -> bytes:
         if isinstance(state.sandbox, bytes):
             return durable.pack(state.plain(state.sandbox))
         with _leaving():
             return durable.pack(state.plain(state.sandbox.pack()))
 
     @classmethod
-    def _encode_pieces(cls, state: EpisodeState) -> Sequence[durable.Piece]:
+    def _encode_pieces(cls, state: AgentEpisode) -> Sequence[durable.Piece]:
         if isinstance(state.sandbox, bytes):
             return [durable.Piece.of(cls._encode(state), alone=True)]
         with _leaving():
             return durable.pack_around(state.plain, state.sandbox.pieces())
 
     @classmethod
-    def _decode(cls, data: bytes) -> EpisodeState:
-        return EpisodeState.read(durable.unpack(data))
+    def _decode(cls, data: bytes) -> AgentEpisode:
+        return AgentEpisode.read(durable.unpack(data))
 
     def _config(self) -> dict[str, Any]:
         # Without the list of tasks: every list with this task fits.

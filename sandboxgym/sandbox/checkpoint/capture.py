@@ -27,7 +27,7 @@ from sandboxgym.sandbox.checkpoint.image import (
     OPTIONS,
     Content,
     CriuCheckpoint,
-    Image,
+    ProcessImage,
     control_of,
     copy_control,
     images_of,
@@ -197,7 +197,7 @@ def capture(
     *,
     leave_running: bool = False,
     stopped: Callable[[], None] = lambda: None,
-) -> Image:
+) -> ProcessImage:
     """Stop the processes of a live container and write them to images.
 
     Args:
@@ -256,7 +256,7 @@ def capture(
             resident=sum(file.stat().st_size for file in images.glob("pages-*.img")),
             seconds=time.monotonic() - began,
         )
-        return Image(backend.runtime.store, layer, content)
+        return ProcessImage(backend.runtime.store, layer, content)
     except BaseException as error:
         if not (leave_running or isinstance(error, CriuError)):
             resume(backend)

@@ -234,7 +234,7 @@ def decode(message: bytes) -> dict[int, int | bytes]:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class CriuAnswer:
     """Answer of CRIU to a request."""
 
     pid: int
@@ -257,7 +257,7 @@ class Criu:
 
     def ask(
         self, kind: int, options: Mapping[str, Value], *, notified: Callable[[str], None] = lambda script: None
-    ) -> Answer:
+    ) -> CriuAnswer:
         """Send a request to dump or restore.
 
         Args:
@@ -284,7 +284,7 @@ class Criu:
                 descriptors += [number for _, _, content in extra for number in memoryview(content).cast("i")]
                 if not message:
                     if last in _AFTER_WHICH_ALL_RUNS:  # killed by what it restored, say, which is there
-                        return Answer(0, tuple(descriptors))
+                        return CriuAnswer(0, tuple(descriptors))
                     raise CriuError(f"it ended without an answer{errors(log)}")
                 answer = decode(message)
                 if answer.get(_TYPE) == NOTIFY:
@@ -296,7 +296,7 @@ class Criu:
                     raise CriuError(_reason(answer) + errors(log))
                 else:
                     restored = decode(bytes(answer[_RESTORED])) if _RESTORED in answer else {}  # type: ignore[arg-type]
-                    return Answer(int(restored.get(1, 0)), tuple(descriptors))
+                    return CriuAnswer(int(restored.get(1, 0)), tuple(descriptors))
         except BaseException as error:
             for descriptor in descriptors:
                 os.close(descriptor)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from sandboxgym.sandbox.base import SandboxClosed
 from sandboxgym.sandbox.checkpoint.criu import Value
-from sandboxgym.sandbox.layers.store import Layer, LayerStore
+from sandboxgym.sandbox.layers.store import LayerStore, StoredLayer
 from sandboxgym.sandbox.overlay.mounts import SHELL
 from sandboxgym.sandbox.shell.session import ShellSession
 
@@ -52,7 +52,7 @@ class Content:
     """Seconds from the request to the processes stopped and written."""
 
 
-class Image:
+class ProcessImage:
     """CRIU's image of the processes of a container at one instant; immutable.
 
     Args:
@@ -61,7 +61,7 @@ class Image:
         content: of it.
     """
 
-    def __init__(self, store: LayerStore, layer: Layer, content: Content) -> None:
+    def __init__(self, store: LayerStore, layer: StoredLayer, content: Content) -> None:
         store.hold([layer])
         self._store, self._layer, self.content = store, layer, content
         self._finalizer = weakref.finalize(self, store.drop, [layer])
@@ -93,10 +93,10 @@ class Image:
         """Bytes on disk."""
         return sum(entry.stat().st_size for entry in os.scandir(self.files))
 
-    def retain(self) -> Image:
+    def retain(self) -> ProcessImage:
         """Another hold on the same image, released independently."""
         assert self.path
-        return Image(self._store, self._layer, self.content)
+        return ProcessImage(self._store, self._layer, self.content)
 
     def release(self) -> None:
         """Give up this hold. Idempotent."""
@@ -107,7 +107,7 @@ class Image:
 class CriuCheckpoint:
     """The processes of a snapshot, beside its files: their image and the state of the shell. See `base.Checkpoint`."""
 
-    image: Image
+    image: ProcessImage
     session: ShellSession
 
     @property

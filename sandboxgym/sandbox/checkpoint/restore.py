@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Self
 from sandboxgym.sandbox.base import Process, SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.checkpoint import criu
 from sandboxgym.sandbox.checkpoint.criu import RESTORE, SECONDS, Criu, CriuError, Value
-from sandboxgym.sandbox.checkpoint.image import OPTIONS, Image, copy_control
+from sandboxgym.sandbox.checkpoint.image import OPTIONS, ProcessImage, copy_control
 from sandboxgym.sandbox.layers.squash import squash
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.overlay.cgroups import rlimits
@@ -73,7 +73,7 @@ class RestoreTarget:
             self._shared.discard(self.container)
 
 
-def fork(backend: OverlayBackend, tree: OverlayTree, image: Image, program: str) -> Process:
+def fork(backend: OverlayBackend, tree: OverlayTree, image: ProcessImage, program: str) -> Process:
     """Start a backend on ``tree`` with the processes of ``image``; returns the shell, with its terminal.
 
     Args:
@@ -89,14 +89,14 @@ def fork(backend: OverlayBackend, tree: OverlayTree, image: Image, program: str)
         return revive(backend, tree, image, target, lazy=_is_lazy(backend, image, program))
 
 
-def _is_lazy(backend: OverlayBackend, image: Image, program: str) -> bool:
+def _is_lazy(backend: OverlayBackend, image: ProcessImage, program: str) -> bool:
     """True if memory is restored lazily: not if CRIU cannot, or if copies of it may exceed the limit."""
     least, most = backend.lazy_pages, min(LARGEST, backend.limits.memory or LARGEST)
     return least is not None and least <= image.content.resident <= most and criu.brings_pages(program)
 
 
 def revive(
-    backend: OverlayBackend, tree: OverlayTree, image: Image, target: RestoreTarget, *, lazy: bool = False
+    backend: OverlayBackend, tree: OverlayTree, image: ProcessImage, target: RestoreTarget, *, lazy: bool = False
 ) -> Process:
     """Restore as `fork` does, with a CRIU that was started before.
 
@@ -128,7 +128,7 @@ def revive(
 
 
 def _restored(
-    backend: OverlayBackend, below: OverlayTree, image: Image, target: RestoreTarget, *, lazy: bool
+    backend: OverlayBackend, below: OverlayTree, image: ProcessImage, target: RestoreTarget, *, lazy: bool
 ) -> NamespaceProcess:
     container, work, stage = target.container, target.work, backend.runtime.directory / "stage"
     ready = _begin_to_bring(backend, image, target) if lazy else -1
@@ -173,7 +173,7 @@ def _restored(
     return NamespaceProcess(kept[0], status, terminal[0], None)
 
 
-def _begin_to_bring(backend: OverlayBackend, image: Image, target: RestoreTarget) -> int:
+def _begin_to_bring(backend: OverlayBackend, image: ProcessImage, target: RestoreTarget) -> int:
     return backend.runtime.bring_pages(target.container, layer=image.path, images=image.files, work=target.work)
 
 

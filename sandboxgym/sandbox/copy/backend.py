@@ -62,7 +62,7 @@ from sandboxgym.sandbox.copy.processes import (
 )
 from sandboxgym.sandbox.files.copy import copy_tree
 from sandboxgym.sandbox.files.members import LONGEST_NAME, check_fits
-from sandboxgym.sandbox.files.portable import Header, Reader, Writer, changes
+from sandboxgym.sandbox.files.portable import ArchiveHeader, ArchiveWriter, Reader, changes
 from sandboxgym.sandbox.files.reading import FLAGS, check_regular, regular_file
 from sandboxgym.sandbox.layers.written import Written, look
 from sandboxgym.sandbox.process_table import start_times
@@ -130,7 +130,7 @@ class CopyTree:
         path = self.path
         try:
             changed, deleted = changes(self._held.origin, path)
-            writer = Writer(Header(self.base, tuple(deleted), {"root": self.root}))
+            writer = ArchiveWriter(ArchiveHeader(self.base, tuple(deleted), {"root": self.root}))
             for name in changed:
                 writer.file(path, name)
         except OSError as error:

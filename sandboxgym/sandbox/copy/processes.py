@@ -14,7 +14,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from sandboxgym.sandbox.base import ProcessInfo
-from sandboxgym.sandbox.process_table import Row, descendants, kill_until_none, send_signal, start_times, table
+from sandboxgym.sandbox.process_table import ProcessRow, descendants, kill_until_none, send_signal, start_times, table
 from sandboxgym.system import proc
 
 MARK = "SANDBOXGYM_BOX"
@@ -103,7 +103,7 @@ def reap(run: Path) -> None:
     end_all(run.name, {pid for pid, started in recorded.items() if now.get(pid) == started})
 
 
-def _rows_of(mark: str, leaders: Collection[int]) -> list[Row]:
+def _rows_of(mark: str, leaders: Collection[int]) -> list[ProcessRow]:
     rows = [row for row in table() if row.runs and row.pid != os.getpid()]
     wanted = f"\0{MARK}={mark}\0".encode()
     roots = {row.pid for row in rows if row.session in leaders or wanted in _environment(row.pid)}

@@ -14,7 +14,7 @@ from typing import Any
 from sandboxgym.sandbox.base import CONTROL, SandboxError
 from sandboxgym.sandbox.docker.client import daemon_errors
 from sandboxgym.sandbox.files import name_files
-from sandboxgym.sandbox.files.portable import Header, Writer
+from sandboxgym.sandbox.files.portable import ArchiveHeader, ArchiveWriter
 
 log = logging.getLogger("sandboxgym")
 
@@ -62,7 +62,7 @@ def _merged(saved: tarfile.TarFile, files: Sequence[str], base: str, facts: Mapp
             if not info.isdir():
                 _forget(kept, path)
             kept[path] = (number, info)
-    writer = Writer(Header(base, tuple(sorted(deleted)), facts))
+    writer = ArchiveWriter(ArchiveHeader(base, tuple(sorted(deleted)), facts))
     written: dict[str, int] = {}
     for path in sorted(kept, key=lambda path: path.split("/")):
         number, info = kept[path]
@@ -71,7 +71,12 @@ def _merged(saved: tarfile.TarFile, files: Sequence[str], base: str, facts: Mapp
 
 
 def _write(
-    writer: Writer, layer: tarfile.TarFile, path: str, info: tarfile.TarInfo, written: dict[str, int], number: int
+    writer: ArchiveWriter,
+    layer: tarfile.TarFile,
+    path: str,
+    info: tarfile.TarInfo,
+    written: dict[str, int],
+    number: int,
 ) -> None:
     if info.isdev() and not info.isfifo():
         log.warning("%s: an archive does not keep devices", path)

@@ -40,8 +40,8 @@ from sandboxgym.sandbox.base import (
 from sandboxgym.sandbox.docker import files as docker_files
 from sandboxgym.sandbox.docker.archive import pack
 from sandboxgym.sandbox.docker.client import daemon_errors, image_attributes
-from sandboxgym.sandbox.docker.exec import INIT, Container, ContainerProcess, live_errors
-from sandboxgym.sandbox.docker.images import LABEL, Image, Ownership, committed, names_label, recorded_names
+from sandboxgym.sandbox.docker.exec import INIT, ContainerProcess, DockerContainer, live_errors
+from sandboxgym.sandbox.docker.images import LABEL, DockerImage, Ownership, committed, names_label, recorded_names
 from sandboxgym.sandbox.files import name_files
 from sandboxgym.sandbox.files.deep_paths import beyond_paths
 from sandboxgym.sandbox.files.members import check_fits
@@ -80,14 +80,14 @@ _NOTES = (
 class DockerTree:
     """The files of a sandbox as an image."""
 
-    def __init__(self, image: Image, base: _Base) -> None:
+    def __init__(self, image: DockerImage, base: _Base) -> None:
         self._image, self._base = image.retain(), base
         self.id = image.id
         self.base = base.id
         self._finalizer = weakref.finalize(self, image.release)
 
     @property
-    def image(self) -> Image:
+    def image(self) -> DockerImage:
         """Id of the image.
 
         Raises:
@@ -128,7 +128,7 @@ class _Base:
         self.nbytes: int = attributes["Size"]
         self.layers: list[str] = attributes["RootFS"]["Layers"]
         self.user: str = attributes["Config"].get("User") or ""
-        self.image = Image(ownership, self.id, tag=None, parent=None).retain()
+        self.image = DockerImage(ownership, self.id, tag=None, parent=None).retain()
 
 
 class DockerBackend(Backend):
@@ -162,8 +162,8 @@ class DockerBackend(Backend):
         self._mounted: dict[str, Path] = {}
         self._usual: dict[str, bytes | None] = {}
         self.control_inside = CONTROL
-        self._container: Container | None = None
-        self._running: Image | None = None
+        self._container: DockerContainer | None = None
+        self._running: DockerImage | None = None
         self._owner: tuple[int, int] | None = None
         self._closed = False
         self.capabilities = Capabilities(
@@ -215,7 +215,7 @@ class DockerBackend(Backend):
         try:
             with daemon_errors():
                 self._ownership.api.start(identity)
-            self._container = Container(self._ownership.api, identity)
+            self._container = DockerContainer(self._ownership.api, identity)
             if _RESOLVER not in self._mounted:
                 self._usual[_RESOLVER] = self._held(_RESOLVER)
         except BaseException:
@@ -308,7 +308,7 @@ class DockerBackend(Backend):
             with daemon_errors():
                 if reader.header.deleted:
                     self._ownership.api.start(identity)
-                    container = Container(self._ownership.api, identity)
+                    container = DockerContainer(self._ownership.api, identity)
                     for paths in _portions(reader.header.deleted):
                         status, output = container.execute(["rm", "-rf", "--", *(f"/{path}" for path in paths)])
                         if status:
@@ -344,7 +344,7 @@ class DockerBackend(Backend):
         """
         self._check_open()
         image_attributes(self._ownership.client, identity)
-        return DockerTree(Image(self._ownership, identity, tag=None, parent=None), self._base)
+        return DockerTree(DockerImage(self._ownership, identity, tag=None, parent=None), self._base)
 
     def read_file(self, path: str, *, limit: int = READ_LIMIT) -> bytes:
         """Read a regular file."""
@@ -432,7 +432,7 @@ class DockerBackend(Backend):
         except OSError:
             return b""
 
-    def _create(self, image: Image, mounted: Mapping[str, Path]) -> str:
+    def _create(self, image: DockerImage, mounted: Mapping[str, Path]) -> str:
         self._ownership.sweep()
         api, limits = self._ownership.api, self._limits
         ulimits = [{"Name": "core", "Soft": 0, "Hard": 0}]
@@ -477,7 +477,7 @@ class DockerBackend(Backend):
         with contextlib.suppress(SandboxClosed), live_errors():
             self._ownership.api.remove_container(identity, force=True, v=True)
 
-    def _live(self) -> Container:
+    def _live(self) -> DockerContainer:
         self._check_open()
         if self._container is None:
             raise SandboxClosed("this sandbox was not started, or was committed: start it first")

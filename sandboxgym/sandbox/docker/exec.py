@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from sandboxgym.sandbox.base import SandboxClosed, SandboxUnavailable
 from sandboxgym.sandbox.docker.client import daemon_address, daemon_errors
 from sandboxgym.sandbox.overlay.processes import readable
-from sandboxgym.sandbox.process_table import Row, descendants, kill_all, kill_until_none, table
+from sandboxgym.sandbox.process_table import ProcessRow, descendants, kill_all, kill_until_none, table
 from sandboxgym.system import proc
 
 # Arguments: "tty" or "pipe", the directory, NAME=VALUE …, program, arguments.
@@ -44,7 +44,7 @@ _ENDING = 2.0  # until it has ended, once it printed its last
 _HELLO = 1 << 12  # bytes printed before a terminal is set
 
 
-class Container:
+class DockerContainer:
     """A running container.
 
     Args:
@@ -78,7 +78,7 @@ class Container:
         """True if its init is alive."""
         return any(row.started == self._started and row.runs for row in table(only=self.init.__eq__))
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[ProcessRow]:
         """Processes of the container, without its init and the process that init waits for."""
         return [row for row in self._rows() if row.pid != self.init and not self._idle(row)]
 
@@ -146,7 +146,7 @@ class Container:
     def kill_tree(self, leader: int) -> None:
         """Kill a process, its session and its descendants."""
 
-        def left() -> list[Row]:
+        def left() -> list[ProcessRow]:
             rows = self._rows()
             found = descendants(rows, {row.pid for row in rows if leader in (row.pid, row.session)})
             return [row for row in rows if row.pid in found and row.runs]
@@ -195,7 +195,7 @@ class Container:
             made = self.api.exec_create(self.id, launch, stdin=reads, tty=terminal, stdout=True, stderr=True)["Id"]
         return ContainerProcess(self, made, _attach(self.api, made, terminal), terminal=terminal, stdin=stdin)
 
-    def _rows(self) -> list[Row]:
+    def _rows(self) -> list[ProcessRow]:
         return [row for row in table(only=self._holds) if row.runs]
 
     def _holds(self, pid: int) -> bool:
@@ -204,7 +204,7 @@ class Container:
         except OSError:
             return False
 
-    def _idle(self, row: Row) -> bool:
+    def _idle(self, row: ProcessRow) -> bool:
         return row.parent == self.init and row.command == IDLE
 
 
@@ -236,7 +236,7 @@ class ContainerProcess:
     relayed = True
 
     def __init__(
-        self, container: Container, identity: str, connection: socket.socket, *, terminal: bool, stdin: int | None
+        self, container: DockerContainer, identity: str, connection: socket.socket, *, terminal: bool, stdin: int | None
     ) -> None:
         self._container, self._id, self._connection = container, identity, connection
         self._status: int | None = None

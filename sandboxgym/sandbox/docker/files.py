@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from sandboxgym.sandbox.base import CONTROL, FileTooLarge, check_inside
-from sandboxgym.sandbox.docker.exec import Container, live_errors
+from sandboxgym.sandbox.docker.exec import DockerContainer, live_errors
 
 _MOUNTED = ("/dev", "/proc", "/sys", CONTROL)
 _REASONS = (("not a directory", errno.ENOTDIR), ("too many", errno.ELOOP), ("name too long", errno.ENAMETOOLONG))
@@ -31,7 +31,7 @@ _GO_DIR = 1 << 31
 _GO_IRREGULAR = (1 << 26) | (1 << 25) | (1 << 24) | (1 << 21) | (1 << 19)
 
 
-def read_file(container: Container, path: str, *, limit: int) -> bytes:
+def read_file(container: DockerContainer, path: str, *, limit: int) -> bytes:
     """Read a regular file, with links resolved inside."""
     path = check_inside(path)
     resolved, status = _resolve(container, path)
@@ -78,7 +78,13 @@ def _first_file(stream: io.BufferedReader, path: str, limit: int) -> bytes:
 
 
 def write_file(
-    container: Container, path: str, data: bytes, *, mode: int, owner: tuple[int, int], mounted: Mapping[str, Path]
+    container: DockerContainer,
+    path: str,
+    data: bytes,
+    *,
+    mode: int,
+    owner: tuple[int, int],
+    mounted: Mapping[str, Path],
 ) -> None:
     """Write a file and its missing parent directories.
 
@@ -131,7 +137,7 @@ def _is_mounted(path: str) -> bool:
     return any(path == mount or path.startswith(mount + "/") for mount in _MOUNTED)
 
 
-def _real(container: Container, path: str) -> str:
+def _real(container: DockerContainer, path: str) -> str:
     """Final target of a path, with links followed as far as the layers hold them."""
     resolved = "/"
     for part in path.strip("/").split("/"):
@@ -139,7 +145,7 @@ def _real(container: Container, path: str) -> str:
     return resolved
 
 
-def _resolve(container: Container, path: str) -> tuple[str, dict[str, Any] | None]:
+def _resolve(container: DockerContainer, path: str) -> tuple[str, dict[str, Any] | None]:
     """Final target of a path, and its status; None if nothing is there."""
     for _ in range(40):
         status = _status(container, path)
@@ -149,7 +155,7 @@ def _resolve(container: Container, path: str) -> tuple[str, dict[str, Any] | Non
     raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
 
 
-def _status(container: Container, path: str) -> dict[str, Any] | None:
+def _status(container: DockerContainer, path: str) -> dict[str, Any] | None:
     """The daemon's status of a path whose last part is not followed; mode bits as in Go."""
     api = container.api
     url, options = api._url("/containers/{0}/archive", container.id), {"params": {"path": path}, "timeout": api.timeout}
@@ -167,7 +173,7 @@ def _status(container: Container, path: str) -> dict[str, Any] | None:
     raise OSError(number, os.strerror(number), path)
 
 
-def _read_by_program(container: Container, path: str, limit: int) -> bytes:
+def _read_by_program(container: DockerContainer, path: str, limit: int) -> bytes:
     checks = '[ -e "$1" ] || exit 44; [ -d "$1" ] && exit 45; [ -f "$1" ] || exit 46; exec head -c "$2" -- "$1"'
     # Whatever the programs inside have become, no more is taken of what they print, and they are not waited for longer.
     status, output = container.execute(["sh", "-c", checks, "sh", path, str(limit + 1)], limit=limit, seconds=_READING)

@@ -92,7 +92,7 @@ class Ownership:
                 self.api.remove_image(self._doomed.popleft(), force=False, noprune=True)
 
 
-class Image:
+class DockerImage:
     """An image that this process made, or the base image.
 
     Args:
@@ -101,7 +101,7 @@ class Image:
         parent: image that it was made from, which must not be removed before it.
     """
 
-    def __init__(self, ownership: Ownership, identity: str, *, tag: str | None, parent: Image | None) -> None:
+    def __init__(self, ownership: Ownership, identity: str, *, tag: str | None, parent: DockerImage | None) -> None:
         self.ownership = ownership
         self.id = identity
         self._tag = tag
@@ -109,7 +109,7 @@ class Image:
         self._holds = 0
         self._layers: list[str] | None = None
 
-    def retain(self) -> Image:
+    def retain(self) -> DockerImage:
         """Add a hold."""
         self._holds += 1
         return self
@@ -161,7 +161,9 @@ def recorded_names(labels: Mapping[str, str]) -> dict[str, bytes]:
 
 
 @contextlib.contextmanager
-def committed(ownership: Ownership, container: str, parent: Image, *, files: Mapping[str, bytes]) -> Iterator[Image]:
+def committed(
+    ownership: Ownership, container: str, parent: DockerImage, *, files: Mapping[str, bytes]
+) -> Iterator[DockerImage]:
     """Commit a container's files to an image, removed again if the context fails.
 
     Args:
@@ -174,7 +176,7 @@ def committed(ownership: Ownership, container: str, parent: Image, *, files: Map
     labelled = {"Labels": names_label(files)}
     with live_errors():
         made = ownership.api.commit(container, repository=REPOSITORY, tag=tag, pause=False, conf=labelled)
-    image = Image(ownership, made["Id"], tag=f"{REPOSITORY}:{tag}", parent=parent)
+    image = DockerImage(ownership, made["Id"], tag=f"{REPOSITORY}:{tag}", parent=parent)
     image.retain()
     try:
         yield image

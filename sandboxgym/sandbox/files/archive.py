@@ -32,7 +32,7 @@ from sandboxgym.sandbox.files import members as checked
 from sandboxgym.sandbox.files.copy import extents
 from sandboxgym.sandbox.files.members import LARGEST_FILE, LARGEST_HEADERS, LONGEST_NAME, MOST, Member, number
 from sandboxgym.sandbox.layers.squash import is_whiteout, mark_deletions, own_attribute, prefix, squash
-from sandboxgym.sandbox.layers.store import Layer, LayerStore, OverlayTree
+from sandboxgym.sandbox.layers.store import LayerStore, OverlayTree, StoredLayer
 
 FORMAT, VERSION, OF_PARTS = "sandboxgym-overlay", 1, 2
 
@@ -67,7 +67,7 @@ def pack(tree: OverlayTree) -> bytes:
     return out.getvalue()
 
 
-def pack_layer(layer: Layer, *, rootless: bool) -> tuple[bytes, int]:
+def pack_layer(layer: StoredLayer, *, rootless: bool) -> tuple[bytes, int]:
     """Pack a layer as a part of an archive of parts, which depends on its files only; returns it and its members.
 
     Raises:
@@ -80,7 +80,7 @@ def pack_layer(layer: Layer, *, rootless: bool) -> tuple[bytes, int]:
     return out.getvalue()[:end], members
 
 
-def around_parts(tree: OverlayTree, layers: Sequence[Layer], members: int) -> tuple[bytes, bytes]:
+def around_parts(tree: OverlayTree, layers: Sequence[StoredLayer], members: int) -> tuple[bytes, bytes]:
     """Bytes before and after the parts of all ``layers``, lowest first, in an archive of a tree.
 
     Args:
@@ -116,7 +116,7 @@ def _packing(out: io.BytesIO) -> Iterator[tarfile.TarFile]:
         raise SandboxError(f"what was written cannot be packed: {os.strerror(error.errno or 0)}") from error
 
 
-def _add_layer(archive: tarfile.TarFile, layer: Layer, top: str, number: int, *, rootless: bool) -> int:
+def _add_layer(archive: tarfile.TarFile, layer: StoredLayer, top: str, number: int, *, rootless: bool) -> int:
     """Add a layer's files below the name ``top``; returns ``number`` and that of its members."""
     linked: dict[tuple[int, int], str] = {}
     for path, name in _walk(str(layer.files), top):
@@ -249,7 +249,7 @@ def unpack(data: bytes, store: LayerStore, rootfs: RootFS, *, rootless: bool, li
         SnapshotMismatch: it is of another base, or cannot be had without privileges.
         SandboxFull: it would take more than ``limit`` bytes, or than the disk has; nothing was written.
     """
-    layers: list[Layer] = []
+    layers: list[StoredLayer] = []
     try:
         with checked.refusing():
             identity = _Unpacking(data, store, rootfs, layers, rootless=rootless, limit=limit).run()
@@ -266,7 +266,7 @@ class _Unpacking:
         data: bytes,
         store: LayerStore,
         rootfs: RootFS,
-        layers: list[Layer],
+        layers: list[StoredLayer],
         *,
         rootless: bool,
         limit: int | None,

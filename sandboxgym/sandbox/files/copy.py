@@ -17,7 +17,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from sandboxgym.sandbox.files.deep_paths import DeepPaths, Place
+from sandboxgym.sandbox.files.deep_paths import DeepPath, DeepPaths
 
 _FICLONE = 0x40049409
 _CHUNK = 1 << 20
@@ -107,14 +107,14 @@ class _Copier:
         self.source = source
         self.target = target
         self.moved = moved
-        self.links: dict[tuple[int, int], tuple[Place, str]] = {}
-        self.pending: list[Place] = []
-        self.made: list[tuple[Place, os.stat_result]] = []
-        self.unlocked: list[tuple[Place, int]] = []
+        self.links: dict[tuple[int, int], tuple[DeepPath, str]] = {}
+        self.pending: list[DeepPath] = []
+        self.made: list[tuple[DeepPath, os.stat_result]] = []
+        self.unlocked: list[tuple[DeepPath, int]] = []
 
     def run(self) -> None:
         """Copy everything; the attributes of directories come last, for what is put into one changes its times."""
-        self.make(Place())
+        self.make(DeepPath())
         try:
             while self.pending:
                 self.directory(self.pending.pop())
@@ -124,13 +124,13 @@ class _Copier:
             for place, mode in reversed(self.unlocked):
                 os.chmod(self.paths.path(self.source, place), mode)
 
-    def make(self, place: Place) -> None:
+    def make(self, place: DeepPath) -> None:
         status = os.lstat(self.paths.path(self.source, place))
         os.mkdir(self.paths.path(self.target, place), 0o700)
         self.made.append((place, status))
         self.pending.append(place)
 
-    def directory(self, place: Place) -> None:
+    def directory(self, place: DeepPath) -> None:
         source = self.paths.path(self.source, place)
         status = os.lstat(source)
         if is_locked(source, status):  # until all that is in it was copied
@@ -144,7 +144,7 @@ class _Copier:
             else:
                 self.entry(place, name)
 
-    def entry(self, place: Place, name: str) -> None:
+    def entry(self, place: DeepPath, name: str) -> None:
         source, target = self.paths.path(self.source, place, name), self.paths.path(self.target, place, name)
         status = os.lstat(source)
         kind = stat.S_IFMT(status.st_mode)

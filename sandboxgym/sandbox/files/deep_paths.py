@@ -49,29 +49,29 @@ def beyond_paths(top: Path, *, most: int = 10) -> list[str]:
     return found
 
 
-class Place:
+class DeepPath:
     """A directory, as the sequence of names from the top of a tree; equal in every tree that has it."""
 
     __slots__ = ("above", "inside")
 
-    def __init__(self, above: Place | None = None, inside: str = "") -> None:
+    def __init__(self, above: DeepPath | None = None, inside: str = "") -> None:
         self.above = above
         """A place that `inside` is relative to; None for the top."""
         self.inside = inside
 
-    def below(self, name: str) -> Place:
+    def below(self, name: str) -> DeepPath:
         """The subdirectory of that name."""
         inside = os.path.join(self.inside, name)
         if len(os.fsencode(inside)) > _LONGEST:
-            return Place(self, name)
-        return Place(self.above, inside)
+            return DeepPath(self, name)
+        return DeepPath(self.above, inside)
 
 
 class DeepPaths:
     """Context that gives usable paths of places in trees; it holds descriptors."""
 
     def __init__(self) -> None:
-        self._opened: dict[tuple[str, Place], int] = {}
+        self._opened: dict[tuple[str, DeepPath], int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -82,7 +82,7 @@ class DeepPaths:
         while self._opened:
             os.close(self._opened.popitem()[1])
 
-    def path(self, top: str, place: Place, name: str = "") -> str:
+    def path(self, top: str, place: DeepPath, name: str = "") -> str:
         """Usable path of a place in the tree below ``top``, or of an entry there.
 
         It is good until some others were asked for.
@@ -95,18 +95,18 @@ class DeepPaths:
             return os.path.join(top, inside) if inside else top
         return f"/proc/self/fd/{self._descriptor(top, place.above)}/{inside}"
 
-    def places(self, top: str) -> Iterator[Place]:
+    def places(self, top: str) -> Iterator[DeepPath]:
         """Iterate over every directory of a tree, each before its subdirectories."""
-        pending = [Place()]
+        pending = [DeepPath()]
         while pending:
             place = pending.pop()
             yield place
             with os.scandir(self.path(top, place)) as entries:
                 pending += [place.below(entry.name) for entry in entries if entry.is_dir(follow_symlinks=False)]
 
-    def _descriptor(self, top: str, place: Place) -> int:
+    def _descriptor(self, top: str, place: DeepPath) -> int:
         way = []
-        one: Place | None = place
+        one: DeepPath | None = place
         while one is not None and (top, one) not in self._opened:
             way.append(one)
             one = one.above

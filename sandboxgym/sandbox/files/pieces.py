@@ -19,7 +19,7 @@ from sandboxgym.sandbox.base import FileTree, SandboxError
 from sandboxgym.sandbox.files import archive, portable
 from sandboxgym.sandbox.files.members import Member, read
 from sandboxgym.sandbox.layers.squash import squash
-from sandboxgym.sandbox.layers.store import Layer, OverlayTree, Packed
+from sandboxgym.sandbox.layers.store import OverlayTree, Packed, StoredLayer
 from sandboxgym.serialization import Piece
 
 LARGE = 32 * 2**10
@@ -63,7 +63,7 @@ def _of_stack(tree: OverlayTree) -> list[Piece]:
     return [Piece.of(before, alone=True), *pieces, Piece.of(after, alone=True)]
 
 
-def _of_layer(layer: Layer, *, rootless: bool) -> list[Piece]:
+def _of_layer(layer: StoredLayer, *, rootless: bool) -> list[Piece]:
     if layer.packed is None:
         data, members = archive.pack_layer(layer, rootless=rootless)
         pieces = _cut(data, archive.PREFIXES)
@@ -79,7 +79,7 @@ def _of_layer(layer: Layer, *, rootless: bool) -> list[Piece]:
 class _Again:
     """A layer that was packed before, packed again where somebody lacks a piece of it."""
 
-    def __init__(self, layer: Layer, *, rootless: bool) -> None:
+    def __init__(self, layer: StoredLayer, *, rootless: bool) -> None:
         self._layer = layer
         self._rootless = rootless
 

@@ -41,7 +41,7 @@ _LARGEST_HEADER = 16 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ArchiveHeader:
     """Header of an archive."""
 
     base: str
@@ -50,14 +50,14 @@ class Header:
     facts: Mapping[str, str] = field(default_factory=dict)
 
 
-class Writer:
+class ArchiveWriter:
     """Writer of an archive.
 
     Args:
         header: its first member.
     """
 
-    def __init__(self, header: Header) -> None:
+    def __init__(self, header: ArchiveHeader) -> None:
         self._buffer = io.BytesIO()
         self._tar = tarfile.TarFile(
             fileobj=self._buffer, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape"
@@ -124,7 +124,7 @@ class Reader:
     """Reader of an archive that was checked.
 
     Args:
-        archive: as `Writer` made it.
+        archive: as `ArchiveWriter` made it.
         base: what it must be a change of.
 
     Raises:
@@ -202,7 +202,7 @@ class Reader:
             _apply(path, member)
 
 
-def _header(fields: object) -> Header:
+def _header(fields: object) -> ArchiveHeader:
     match fields:
         case {
             "format": int(version),
@@ -213,7 +213,7 @@ def _header(fields: object) -> Header:
             for name in deleted:
                 check_name(name)
             if all(isinstance(text, str) for text in facts.values()):
-                return Header(base, tuple(deleted), facts)
+                return ArchiveHeader(base, tuple(deleted), facts)
     raise SnapshotCorrupt(f"expected what an archive of format {FORMAT} says of itself, found {brief(fields)}")
 
 

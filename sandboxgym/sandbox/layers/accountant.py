@@ -57,7 +57,7 @@ class Watch:
         self.groups = groups
 
 
-class Taken:
+class DiskUsage:
     """Disk usage of one container."""
 
     __slots__ = ("files", "nameless", "nbytes", "unseen")
@@ -115,7 +115,7 @@ def unexplained(free: int, counted: dict[str, int]) -> int:
     return -free - sum(counted.values())
 
 
-def _excess(taken: Taken, watch: Watch, free: int) -> str:
+def _excess(taken: DiskUsage, watch: Watch, free: int) -> str:
     """The limit for which a container is to be ended; empty if none."""
     if taken.nbytes > watch.nbytes:
         hidden = f" ({taken.nameless:,} in files without a name)" if taken.nameless else ""
@@ -128,7 +128,7 @@ def _excess(taken: Taken, watch: Watch, free: int) -> str:
     return ""
 
 
-def _suspects(watched: dict[int, Watch], taken: dict[int, Taken], grown: dict[int, int], *, free: int) -> list[int]:
+def _suspects(watched: dict[int, Watch], taken: dict[int, DiskUsage], grown: dict[int, int], *, free: int) -> list[int]:
     """Containers with hidden files that may explain by how much the disk has ``grown``."""
     return [
         pid
@@ -139,7 +139,7 @@ def _suspects(watched: dict[int, Watch], taken: dict[int, Taken], grown: dict[in
 
 
 def _end_one(
-    watched: dict[int, Watch], taken: dict[int, Taken], grown: dict[int, int], suspects: list[int], *, free: int
+    watched: dict[int, Watch], taken: dict[int, DiskUsage], grown: dict[int, int], suspects: list[int], *, free: int
 ) -> None:
     """End a container for growth that nothing else explains, or because the disk is nearly full and it has no limit."""
     unlimited = [pid for pid, watch in watched.items() if free < FLOOR and watch.nbytes >= NONE]
@@ -173,7 +173,7 @@ def _end(watch: Watch, reason: str) -> None:
 # By name
 
 
-def named(watch: Watch, taken: Taken) -> None:
+def named(watch: Watch, taken: DiskUsage) -> None:
     """Count files that names lead to; stops once they exceed the limit."""
     seen: set[int] = set()
     above = os.path.dirname(watch.directory)
@@ -211,14 +211,14 @@ def _read_everything() -> None:
 # Without a name
 
 
-def nameless(init: int, groups: list[str]) -> Taken:
+def nameless(init: int, groups: list[str]) -> DiskUsage:
     """Count files that the processes of a container hold without a name.
 
     Args:
         init: of the container.
         groups: its control groups.
     """
-    taken, until = Taken(), time.monotonic() + _SECONDS
+    taken, until = DiskUsage(), time.monotonic() + _SECONDS
     looks = _Looks(taken)
     processes = [pid for pid in _processes(init, groups) if pid != init]  # whose own program may be gone from the disk
     for pid in (init, *processes):
@@ -265,7 +265,7 @@ def _names(folder: str) -> list[str]:
 class _Looks:
     """Inspection of the processes of one container."""
 
-    def __init__(self, taken: Taken) -> None:
+    def __init__(self, taken: DiskUsage) -> None:
         self.taken = taken
         self.seen: set[tuple[int, int]] = set()
         memory = os.memfd_create("", os.MFD_CLOEXEC)

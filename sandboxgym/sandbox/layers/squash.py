@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.files.copy import copy_attributes, copy_entry
-from sandboxgym.sandbox.files.deep_paths import DeepPaths, Place
-from sandboxgym.sandbox.layers.store import Layer, OverlayTree
+from sandboxgym.sandbox.files.deep_paths import DeepPath, DeepPaths
+from sandboxgym.sandbox.layers.store import OverlayTree, StoredLayer
 
 DEEPEST = 48
 """Layers that a container may start on without merging."""
@@ -29,7 +29,7 @@ _OPAQUE, _REDIRECT, _ORIGIN = "opaque", "redirect", "origin"
 
 _ENTERED = stat.S_IRUSR | stat.S_IXUSR
 
-Transfer = Callable[["_Merging", str, str, Place, str], None]
+Transfer = Callable[["_Merging", str, str, DeepPath, str], None]
 """Called with the paths of a file in a layer and of its copy, and with its place in both."""
 
 
@@ -91,12 +91,12 @@ def squash(tree: OverlayTree, *, deepest: int = DEEPEST, kept: int = KEPT) -> No
         store.drop(made)
 
 
-def _runs(layers: Sequence[Layer], *, rootless: bool) -> list[list[Layer]]:
+def _runs(layers: Sequence[StoredLayer], *, rootless: bool) -> list[list[StoredLayer]]:
     """Layers in groups that can be merged.
 
     A directory that was renamed names its old path in the layers below it, so only the lowest of a group may have one.
     """
-    runs: list[list[Layer]] = [[]]
+    runs: list[list[StoredLayer]] = [[]]
     for layer in layers:
         runs[-1].append(layer)
         if has_redirect(layer, rootless=rootless):
@@ -104,7 +104,7 @@ def _runs(layers: Sequence[Layer], *, rootless: bool) -> list[list[Layer]]:
     return [run for run in runs if run]
 
 
-def has_redirect(layer: Layer, *, rootless: bool) -> bool:
+def has_redirect(layer: StoredLayer, *, rootless: bool) -> bool:
     """True if a directory of this layer was renamed; found once per layer."""
     if rootless:  # which the kernel forbids there
         return False
@@ -118,7 +118,7 @@ def has_redirect(layer: Layer, *, rootless: bool) -> bool:
     return layer.redirects
 
 
-def copy_layer(source: Layer, target: Layer, *, rootless: bool) -> None:
+def copy_layer(source: StoredLayer, target: StoredLayer, *, rootless: bool) -> None:
     """Copy the present writes of a container; nothing may write meanwhile."""
     _merge([str(source.files)], str(target.files), _Copying(), rootless=rootless)
 
@@ -132,9 +132,9 @@ class _Copying:
     """File copies that keep hard links within a layer."""
 
     def __init__(self) -> None:
-        self.linked: dict[tuple[int, int], tuple[Place, str]] = {}
+        self.linked: dict[tuple[int, int], tuple[DeepPath, str]] = {}
 
-    def __call__(self, merging: _Merging, path: str, copy: str, place: Place, name: str) -> None:
+    def __call__(self, merging: _Merging, path: str, copy: str, place: DeepPath, name: str) -> None:
         status = os.lstat(path)
         if status.st_nlink > 1:
             first = self.linked.setdefault((status.st_dev, status.st_ino), (place, name))
@@ -165,16 +165,16 @@ class _Merging:
         self.target = target
         self.transfer = transfer
         self.rootless = rootless
-        self.made: list[tuple[Place, os.stat_result]] = []
+        self.made: list[tuple[DeepPath, os.stat_result]] = []
         """Directories with the originals that they copy, each before those in it."""
-        self.unlocked: list[tuple[str, Place, int]] = []
+        self.unlocked: list[tuple[str, DeepPath, int]] = []
         """Directories that this user may not read, and the modes they had."""
-        self.pending: list[tuple[Place, Sequence[str], bool]] = []
+        self.pending: list[tuple[DeepPath, Sequence[str], bool]] = []
         """Directories, the layers that they show, and True if these hide all layers below."""
 
     def run(self, sources: Sequence[str]) -> None:
         """Merge everything; modes and times of directories are set last."""
-        self.folder(Place(), sources, closed=False)
+        self.folder(DeepPath(), sources, closed=False)
         try:
             while self.pending:
                 place, parts, closed = self.pending.pop()
@@ -188,7 +188,7 @@ class _Merging:
                 os.chmod(copy, stat.S_IMODE(status.st_mode))
             os.utime(copy, ns=(status.st_atime_ns, status.st_mtime_ns))
 
-    def folder(self, place: Place, shown: Sequence[str], *, closed: bool) -> None:
+    def folder(self, place: DeepPath, shown: Sequence[str], *, closed: bool) -> None:
         """Make an existing directory of the target a copy of those in ``shown``."""
         source, copy = self.paths.path(shown[0], place), self.paths.path(self.target, place)
         status = os.lstat(source)
@@ -198,7 +198,7 @@ class _Merging:
         self.made.append((place, status))
         self.pending.append((place, shown, closed))
 
-    def entries(self, place: Place, parts: Sequence[str], *, closed: bool) -> None:
+    def entries(self, place: DeepPath, parts: Sequence[str], *, closed: bool) -> None:
         """Transfer the files of a directory, and make its subdirectories."""
         decided: set[str] = set()
         deleted = False
@@ -225,7 +225,7 @@ class _Merging:
         if deleted:
             mark_deletions(self.paths.path(self.target, place), rootless=self.rootless)
 
-    def enter(self, place: Place, parts: Sequence[str]) -> None:
+    def enter(self, place: DeepPath, parts: Sequence[str]) -> None:
         """Make a directory that the first of the layers has."""
         shown, closed = self.shown(parts, place)
         copy = self.paths.path(self.target, place)
@@ -238,7 +238,7 @@ class _Merging:
             if redirect is not None:
                 os.setxattr(copy, prefix(rootless=self.rootless) + _REDIRECT, redirect)
 
-    def shown(self, parts: Sequence[str], place: Place) -> tuple[list[str], bool]:
+    def shown(self, parts: Sequence[str], place: DeepPath) -> tuple[list[str], bool]:
         """The layers that a directory shows, and True if it hides all layers below."""
         shown: list[str] = []
         for part in parts:
@@ -254,7 +254,7 @@ class _Merging:
                 return shown, True
         return shown, False
 
-    def unlock(self, part: str, place: Place) -> None:
+    def unlock(self, part: str, place: DeepPath) -> None:
         """Let an ordinary user read a directory that a container, in which it is root, has locked."""
         path = self.paths.path(part, place)
         mode = stat.S_IMODE(os.lstat(path).st_mode) if os.geteuid() != 0 else stat.S_IRWXU
@@ -269,7 +269,7 @@ class _Linking:
     def __init__(self) -> None:
         self.copying = _Copying()
 
-    def __call__(self, merging: _Merging, path: str, copy: str, place: Place, name: str) -> None:
+    def __call__(self, merging: _Merging, path: str, copy: str, place: DeepPath, name: str) -> None:
         try:
             os.link(path, copy, follow_symlinks=False)
         except OSError as error:

@@ -42,7 +42,7 @@ class Packed:
     members: int
 
 
-class Layer:
+class StoredLayer:
     """One directory of a store, with the number of its holds.
 
     Args:
@@ -64,7 +64,7 @@ class Layer:
         self._dress: tuple[int, ...] = ()
 
     def __repr__(self) -> str:
-        return f"Layer({self.path.name!r}, holds={self.holds})"
+        return f"StoredLayer({self.path.name!r}, holds={self.holds})"
 
     @property
     def files(self) -> Path:
@@ -121,7 +121,7 @@ class LayerStore:
         self._remove = remove
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self.merged: weakref.WeakValueDictionary[tuple[Path, ...], Layer] = weakref.WeakValueDictionary()
+        self.merged: weakref.WeakValueDictionary[tuple[Path, ...], StoredLayer] = weakref.WeakValueDictionary()
         (directory / "layers").mkdir()
         directories.spread(str(directory / "layers"))
 
@@ -153,24 +153,24 @@ class LayerStore:
         """Path for a new layer."""
         return self.directory / "layers" / str(next(self._numbers))
 
-    def adopt(self, path: Path) -> Layer:
+    def adopt(self, path: Path) -> StoredLayer:
         """Take over the layer at a path of `name`, whose directories exist; held once."""
-        return Layer(self, path)
+        return StoredLayer(self, path)
 
-    def borrow(self, path: Path) -> Layer:
+    def borrow(self, path: Path) -> StoredLayer:
         """A frozen layer at another path, in the form of the layers here; held once and never deleted.
 
         Whoever lends it keeps it as it is for as long as the object lives.
         """
-        return Layer(self, path, borrowed=True)
+        return StoredLayer(self, path, borrowed=True)
 
-    def new(self) -> Layer:
+    def new(self) -> StoredLayer:
         """An empty layer, held once."""
         path = self.name()
         make_layer_directories(path)
         return self.adopt(path)
 
-    def hold(self, layers: Sequence[Layer]) -> None:
+    def hold(self, layers: Sequence[StoredLayer]) -> None:
         """Add a hold to each layer.
 
         Raises:
@@ -182,7 +182,7 @@ class LayerStore:
             for layer in layers:
                 layer.holds += 1
 
-    def drop(self, layers: Sequence[Layer]) -> None:
+    def drop(self, layers: Sequence[StoredLayer]) -> None:
         """Give up a hold on each layer; those without holds are deleted. Does nothing in a fork of the owner."""
         if os.getpid() != self.pid:
             return
@@ -206,11 +206,11 @@ def make_layer_directories(path: Path) -> None:
 class _Hold:
     """Hold on the layers of a tree; squashing replaces them by fewer."""
 
-    def __init__(self, store: LayerStore, layers: tuple[Layer, ...]) -> None:
+    def __init__(self, store: LayerStore, layers: tuple[StoredLayer, ...]) -> None:
         self.store = store
         self.layers = layers
 
-    def replace(self, layers: tuple[Layer, ...]) -> None:
+    def replace(self, layers: tuple[StoredLayer, ...]) -> None:
         self.store.hold(layers)
         old, self.layers = self.layers, layers
         self.store.drop(old)
@@ -235,7 +235,7 @@ class OverlayTree:
         self,
         store: LayerStore,
         rootfs: RootFS,
-        layers: Sequence[Layer],
+        layers: Sequence[StoredLayer],
         *,
         rootless: bool,
         identity: str | None = None,
@@ -253,7 +253,7 @@ class OverlayTree:
         return f"OverlayTree({self.id[:8]}, {len(self._hold.layers)} layers over {self.base})"
 
     @property
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[StoredLayer, ...]:
         """Layers, topmost first.
 
         Raises:
@@ -273,7 +273,7 @@ class OverlayTree:
         """Bytes on disk of its layers; those that other trees share count too."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def replace_layers(self, layers: Sequence[Layer]) -> None:
+    def replace_layers(self, layers: Sequence[StoredLayer]) -> None:
         """Replace the layers by others with the same files."""
         self._hold.replace(tuple(layers))
 

@@ -33,7 +33,7 @@ RECORD = "groups"
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class ControlGroup:
     """Control group of one container: a directory per hierarchy of version 1, or one of version 2."""
 
     folders: dict[str, Path]
@@ -138,13 +138,13 @@ class Groups:
         """Paths of the directories, each once."""
         return sorted({str(path) for path in self.parents.values()})
 
-    def new(self) -> Group:
+    def new(self) -> ControlGroup:
         """Make a group for one container."""
         name = f"box-{next(self._numbers)}"
         folders = {controller: parent / name for controller, parent in self.parents.items()}
         for folder in set(folders.values()):
             folder.mkdir()
-        return Group(folders, self.unified)
+        return ControlGroup(folders, self.unified)
 
 
 def _hierarchies() -> list[tuple[list[str], Path, bool]]:

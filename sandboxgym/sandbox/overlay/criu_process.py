@@ -163,7 +163,7 @@ def bring_pages(ready: int, done: int, spec: dict[str, Any]) -> NoReturn:
         init = os.pidfd_open(spec["init"])
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each forked process takes a descriptor
-        server = userfaults.Server(spec["images"], spec["work"])
+        server = userfaults.MemoryServer(spec["images"], spec["work"])
         os.write(ready, b"+")
         os.close(ready)
         complete = server.serve(done, init)

@@ -22,9 +22,9 @@ from typing import Any
 from sandboxgym.sandbox.base import CONTROL, Limits, RootFS, SandboxError, SandboxUnavailable
 from sandboxgym.sandbox.files import name_files as names
 from sandboxgym.sandbox.layers import accountant
-from sandboxgym.sandbox.layers.store import FILES, WORK, Layer, LayerStore
+from sandboxgym.sandbox.layers.store import FILES, WORK, LayerStore, StoredLayer
 from sandboxgym.sandbox.overlay import init_binary, ipc, kernel, mounts, seccomp, zygote
-from sandboxgym.sandbox.overlay.cgroups import RECORD, Group, Groups
+from sandboxgym.sandbox.overlay.cgroups import RECORD, ControlGroup, Groups
 from sandboxgym.sandbox.overlay.processes import readable
 from sandboxgym.sandbox.overlay.reaper import record_zygote
 from sandboxgym.system import run_directories
@@ -49,7 +49,13 @@ class Container:
     """Connection to the init of a container."""
 
     def __init__(
-        self, channel: socket.socket, pidfd: int, pid: int, group: Group | None, layer: Layer, base: int = 0
+        self,
+        channel: socket.socket,
+        pidfd: int,
+        pid: int,
+        group: ControlGroup | None,
+        layer: StoredLayer,
+        base: int = 0,
     ) -> None:
         self.channel = channel
         self.pidfd = pidfd
@@ -197,7 +203,7 @@ class Runtime:
         self._shown: dict[str, list[tuple[str, str, str]]] = {}
         self._features = -1
         self._ready: dict[Flavour, deque[Container]] = {}
-        self._asked: deque[tuple[Flavour, Group | None, Path]] = deque()
+        self._asked: deque[tuple[Flavour, ControlGroup | None, Path]] = deque()
         ours, theirs = socket.socketpair()
         with theirs:
             self.process = subprocess.Popen(

@@ -64,7 +64,7 @@ _BUSY, _TURN = 2.0, 0.002  # the same for one that wants to run, and seconds bet
 _GLANCE = 0.1  # seconds between two looks at a process that nobody tells of
 
 
-class Report(NamedTuple):
+class BashReport(NamedTuple):
     """A report of the bash beside the terminal."""
 
     nonce: str
@@ -76,7 +76,7 @@ class Heard(NamedTuple):
     """Output and reports of the bash received at one time."""
 
     output: bytes
-    reports: list[Report]
+    reports: list[BashReport]
 
 
 @dataclass(frozen=True, slots=True)
@@ -360,21 +360,21 @@ class BashProcess:
         finally:
             os.close(descriptor)
 
-    def _receive(self) -> list[Report]:
+    def _receive(self) -> list[BashReport]:
         with contextlib.suppress(BlockingIOError):
             self._received += os.read(self._status, _CHUNK)
         reports, self._received = parse_reports(self._received)
         return reports
 
 
-def parse_reports(received: bytes) -> tuple[list[Report], bytes]:
+def parse_reports(received: bytes) -> tuple[list[BashReport], bytes]:
     """The complete reports in received bytes, and the beginning of another one, as far as it can be one.
 
     Half a line that somebody else wrote does not spoil the report after it.
     """
     *lines, rest = received.split(b"\n")
     found = (_REPORT.search(line[-_LONGEST_REPORT:]) for line in lines)
-    reports = [Report(match[1].decode(), match[2].decode(), int(match[3])) for match in found if match]
+    reports = [BashReport(match[1].decode(), match[2].decode(), int(match[3])) for match in found if match]
     return reports, rest[-_LONGEST_REPORT:]
 
 

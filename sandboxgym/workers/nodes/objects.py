@@ -29,7 +29,7 @@ from typing import Any
 from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.errors import StoreFull
-from sandboxgym.workers.blobs import Blobs, Found
+from sandboxgym.workers.blobs import Blobs, FoundBlob
 from sandboxgym.workers.failures import FleetError
 from sandboxgym.workers.fleet_status import draining
 
@@ -316,18 +316,18 @@ class RayObjects(Blobs):
         data: bytes = found
         return data
 
-    def find(self, name: str) -> Found | None:
+    def find(self, name: str) -> FoundBlob | None:
         """Length and age of a name; see `Blobs.find`."""
         found = self._first(name, "find")
-        return None if found is None else Found(name, *found)
+        return None if found is None else FoundBlob(name, *found)
 
-    def list(self, folder: str) -> list[Found]:
+    def list(self, folder: str) -> list[FoundBlob]:
         """All names below a folder, on any node; see `Blobs.list`."""
-        found: dict[str, Found] = {}
+        found: dict[str, FoundBlob] = {}
         for rows in self.ask(self.everywhere(), "list", folder):
             for row in rows or ():
                 if row[0] not in found or row[2] < found[row[0]].age:
-                    found[row[0]] = Found(*row)
+                    found[row[0]] = FoundBlob(*row)
         return [found[name] for name in sorted(found)]
 
     def delete(self, name: str) -> None:
@@ -337,7 +337,7 @@ class RayObjects(Blobs):
                 self._keeper(node, make=False).delete.remote(name)
         self.ask(self.everywhere(), "delete", name)
 
-    def renew(self, found: Found, *, within: float) -> bool:
+    def renew(self, found: FoundBlob, *, within: float) -> bool:
         """Make a name young again; False if one of its nodes does not have it."""
         return all(self.ask(ranked(found.name, self.nodes())[:COPIES], "renew", found.name))
 

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from sandboxgym.workers.env_host import Call, FleetError, Host, HostCounts, Outcome, WorkerDied
+from sandboxgym.workers.env_host import Call, CallOutcome, FleetError, Host, HostCounts, WorkerDied
 from sandboxgym.workers.meters import WorkerMeters
 from sandboxgym.workers.nodes.cluster import connect
 from sandboxgym.workers.process import GRACE, Answer, answer_of, packed_answers
@@ -239,7 +239,7 @@ class RayWorker(Worker):
     def _post(self, calls: Sequence[Call]) -> None:
         self._posted.append(self._actor.perform.remote(packed(calls)))
 
-    def _take(self, timeout: float | None) -> Outcome:
+    def _take(self, timeout: float | None) -> CallOutcome:
         if not self._answers:
             if self._actor is None or not self._posted:
                 raise WorkerDied("the worker on the cluster was ended by an earlier call")

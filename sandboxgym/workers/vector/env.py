@@ -20,12 +20,12 @@ from sandboxgym.randomness import sibling_seed
 from sandboxgym.spaces import Unicode
 from sandboxgym.workers.env_host import (
     Call,
+    CallOutcome,
     CallTimedOut,
     Description,
     EnvFailure,
     MakeEnv,
     NotKept,
-    Outcome,
     WorkerDied,
     env_maker,
 )
@@ -512,7 +512,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _perform(
         self, calls: Mapping[int, Call], timeout: float | None, *, again: Callable[[int], Call] | None = None
-    ) -> tuple[dict[int, Outcome], dict[int, Infos]]:
+    ) -> tuple[dict[int, CallOutcome], dict[int, Infos]]:
         """Execute calls, in all workers side by side.
 
         Args:
@@ -527,7 +527,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         failures = self._revive(list(calls))
         calls = {index: call for index, call in calls.items() if index not in failures}
         outcomes, lost = exchange(calls, self._of, timeout)
-        outcomes.update({index: Outcome(None, failure) for index, failure in failures.items()})
+        outcomes.update({index: CallOutcome(None, failure) for index, failure in failures.items()})
         infos: dict[int, Infos] = {}
         for index, error in lost.items():
             asked = [i for i in calls if self._of[i] is self._of[index]]

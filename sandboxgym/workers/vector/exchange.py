@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from sandboxgym.workers.env_host import Call, EnvFailure, Outcome
+from sandboxgym.workers.env_host import Call, CallOutcome, EnvFailure
 from sandboxgym.workers.worker import InlineWorker, Worker
 
 
 def exchange(
     calls: Mapping[int, Call], workers: Sequence[Worker], timeout: float | None
-) -> tuple[dict[int, Outcome], dict[int, EnvFailure]]:
+) -> tuple[dict[int, CallOutcome], dict[int, EnvFailure]]:
     """Execute calls, the workers side by side, each its own calls one after the other.
 
     Args:
@@ -21,7 +21,7 @@ def exchange(
     Returns:
         Outcomes, and for every worker that died or timed out the environment that it was executing.
     """
-    outcomes: dict[int, Outcome] = {}
+    outcomes: dict[int, CallOutcome] = {}
     lost: dict[int, EnvFailure] = {}
     shares = _by_worker(calls, workers)
     if all(isinstance(worker, InlineWorker) for worker, _ in shares):

@@ -25,7 +25,7 @@ from bpo_ref.schedules import make_schedule
 from bpo_ref.train import (
     Batch,
     Critique,
-    Row,
+    PathRow,
     aggregate,
     assign_credit,
     collate,
@@ -216,7 +216,7 @@ def made(advantages: Sequence[float] = (1.0, -2.0, 0.5, 3.0)) -> Batch:
     return Batch(torch.zeros(2, 8, dtype=torch.long), torch.tensor([8, 5]), step, values, weight, old)
 
 
-def rows_like(batch: Batch) -> list[Row]:
+def rows_like(batch: Batch) -> list[PathRow]:
     """Rows with the tokens and weights of `made`."""
     rows = []
     for i in range(len(batch.step)):
@@ -226,7 +226,7 @@ def rows_like(batch: Batch) -> list[Row]:
             edge = Edge((0, i), Node(0, None, None, owner=()), Action("", tokens=int(where.sum())))
             edge.weight = float(batch.weight[i][where][0])
             edges.append(edge)
-        rows.append(Row([0] * int(batch.lengths[i]), edges))
+        rows.append(PathRow([0] * int(batch.lengths[i]), edges))
     return rows
 
 
@@ -431,12 +431,12 @@ def test_micro_batches_do_not_change_the_gradient(player: Player, aggregation: A
     player.model.zero_grad()
 
 
-def plain_rows(*lengths: int, advantage: float = 1.0) -> list[Row]:
+def plain_rows(*lengths: int, advantage: float = 1.0) -> list[PathRow]:
     rows = []
     for length in lengths:
         edge = Edge((0, 0), Node(0, None, None, owner=()), Action("", tokens=1))
         edge.advantage = advantage
-        rows.append(Row([0] * length, [edge]))
+        rows.append(PathRow([0] * length, [edge]))
     return rows
 
 

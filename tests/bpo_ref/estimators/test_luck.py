@@ -9,7 +9,7 @@ import pytest
 
 from bpo_ref.args import Args, resolved
 from bpo_ref.experiments import luck
-from bpo_ref.experiments.variance import Study
+from bpo_ref.experiments.variance import VarianceStudy
 
 
 def path(reward: float, *controls: float) -> Any:
@@ -18,7 +18,7 @@ def path(reward: float, *controls: float) -> Any:
 
 def test_luck_of_later_decisions_is_subtracted_and_that_of_the_first_stays() -> None:
     tree = SimpleNamespace(paths=[path(1.0, 0.3, 0.5), path(0.0, -0.3, -0.5)])
-    study = Study(checkpoint="", config="", pilot=0, repeats=1)
+    study = VarianceStudy(checkpoint="", config="", pilot=0, repeats=1)
     laboratory: Any = SimpleNamespace(study=study, tasks=[0], _batch=lambda *_: [tree])
     args = resolved(Args(algo="rloo-pooled", lookahead=True))
     plain, fair, own = luck.parts(laboratory, args)
@@ -33,4 +33,4 @@ def test_forks_and_methods_without_look_ahead_are_refused(method: str, monkeypat
     )
     monkeypatch.setattr(luck, "Laboratory", lambda study: SimpleNamespace(settings=lambda method: args))
     with pytest.raises(ValueError, match="expected schedule=none, lookahead=true and gamma=1"):
-        luck.run(Study(checkpoint="", config="", methods=(method,)))
+        luck.run(VarianceStudy(checkpoint="", config="", methods=(method,)))

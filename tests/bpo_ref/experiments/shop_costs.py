@@ -27,8 +27,8 @@ import numpy as np
 import sandboxgym  # noqa: F401  registers the environments
 from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
-from bpo_ref.experiments.phase.placing import FORKED, PLAIN, POOLED, Place, forked, placed
-from bpo_ref.experiments.variance import Samples, Study, compare, read_method, table
+from bpo_ref.experiments.phase.placing import FORKED, PLAIN, POOLED, DiagramPlace, forked, placed
+from bpo_ref.experiments.variance import Samples, VarianceStudy, compare, read_method, table
 from bpo_ref.lookahead import Ids, LookAhead
 from bpo_ref.sampling.generate import Generation
 from bpo_ref.sampling.selection import draw_tasks
@@ -242,7 +242,7 @@ class Shop:
             if number == 0:
                 self.rewards += [path.total_reward for tree in trees for path in tree.paths]
 
-    def place(self) -> Place:
+    def place(self) -> DiagramPlace:
         """L and ρ of the policy, as `bpo_ref.experiments.phase.placing` defines them."""
         seed, plain, pooled = self.options.seed, self.args[PLAIN], self.args[POOLED]
         vine, memory = settings(FORKED, self.options.tasks), self.memory[POOLED]
@@ -265,7 +265,7 @@ class Shop:
             assign_credit(trees, vine, memory)
             for task, tree in enumerate(trees):
                 d[repeat, task] = squared(tree, self.shopper, forked(tree, vine)) / (vine.roots or 1)
-        study = Study("", "", seed=seed)
+        study = VarianceStudy("", "", seed=seed)
         return placed(a, c, d, float(np.mean(self.rewards)), float(np.mean(turns)), rollouts=8, study=study)
 
     def write(self) -> str:

@@ -24,7 +24,7 @@ from bpo_ref.experiments.phase.measure import (
     settings,
 )
 from bpo_ref.experiments.phase.placing import placed
-from bpo_ref.experiments.variance import Study
+from bpo_ref.experiments.variance import VarianceStudy
 from sandboxgym.tree import Schedule, rollout
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -96,7 +96,7 @@ def test_who_takes_the_right_object_wins_and_keys_are_wrong_as_often_as_they_sho
 
 def test_a_place_follows_from_the_three_squared_errors() -> None:
     a, c, d = (np.full((2, 5), value) for value in (8.0, 5.0, 3.0))
-    found = placed(a, c, d, 0.5, 7.0, rollouts=8, study=Study("", "", bootstrap=50))
+    found = placed(a, c, d, 0.5, 7.0, rollouts=8, study=VarianceStudy("", "", bootstrap=50))
     assert found.lateness.value == pytest.approx(3 / 7)
     assert found.quality.value == pytest.approx((7 - 5) / (7 - 3))
     assert found.pooled.value == pytest.approx(5 / 8)

@@ -15,7 +15,7 @@ from test_train import TINY
 
 from bpo_ref.args import Args
 from bpo_ref.experiments.laboratory import Laboratory, run
-from bpo_ref.experiments.variance import Samples, Study, compare, read_method
+from bpo_ref.experiments.variance import Samples, VarianceStudy, compare, read_method
 from bpo_ref.train import Trainer
 
 TRUE = np.zeros((12, 40))
@@ -69,7 +69,7 @@ def test_a_study_of_a_small_policy(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     trainer.run()
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({**TINY, "env_id": wordgame.ENV_ID, "eval_kwargs": []}))
-    study = Study(
+    study = VarianceStudy(
         checkpoint=str(tmp_path / "start" / "checkpoint"),
         config=str(config),
         methods=("rloo:roots=8", "rloo-turn:roots=8", "bpo-split", "bpo-split:roulette=0.5", "bpo-paper:width=4"),
@@ -108,7 +108,7 @@ def test_methods_that_sample_alike_share_their_trees_and_nothing_else(
     trainer.run()
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({**TINY, "env_id": wordgame.ENV_ID, "eval_kwargs": []}))
-    study = Study(
+    study = VarianceStudy(
         checkpoint=str(tmp_path / "start" / "checkpoint"), config=str(config), tasks=3, repeats=2, pilot=1, sketch=64,
         methods=("rloo:roots=2",),
     )  # fmt: skip
@@ -179,6 +179,8 @@ def test_methods_that_are_not_measured_are_named_before_anything_is(
     config = tmp_path / "config.yaml"
     config.write_text(yaml.safe_dump({**TINY, "env_id": wordgame.ENV_ID, "eval_kwargs": []}))
     monkeypatch.setattr(Laboratory, "measure", None)
-    study = Study(checkpoint=str(tmp_path / "start" / "checkpoint"), config=str(config), methods=("rloo", method))
+    study = VarianceStudy(
+        checkpoint=str(tmp_path / "start" / "checkpoint"), config=str(config), methods=("rloo", method)
+    )
     with pytest.raises(ValueError, match=message):
         run(study)

@@ -21,7 +21,7 @@ from bpo_ref.experiments import pages, registered
 from bpo_ref.experiments.registered import (
     DOMAINS,
     METHODS,
-    Domain,
+    StudyEnvironment,
     areas,
     best,
     by_start,
@@ -36,7 +36,7 @@ from bpo_ref.experiments.registered import (
     words_of,
 )
 
-DOMAIN = Domain(
+DOMAIN = StudyEnvironment(
     config="alfworld-tiny",
     metric="success",
     start="--sft-steps 7",
@@ -215,9 +215,9 @@ PROGRAM = """
 import sys
 from pathlib import Path
 from bpo_ref.experiments import registered, sweep
-from bpo_ref.experiments.registered import Domain
+from bpo_ref.experiments.registered import StudyEnvironment
 sweep.TRAIN = Path({script!r})
-registered.DOMAINS = {{"alfworld": Domain("alfworld-tiny", "success", "", "", "", "", (100,), (200,), ("grpo",), ())}}
+registered.DOMAINS = {{"alfworld": StudyEnvironment("alfworld-tiny", "success", "", "", "", "", (100,), (200,), ("grpo",), ())}}
 registered.main(["run", "alfworld", "--out", {out!r}, "--data", {data!r}])
 """
 FAKE = """

@@ -214,7 +214,7 @@ def test_a_terminal_gets_a_bar_and_the_evaluations_above_it(tmp_path: Path, monk
 
 
 def test_only_the_first_process_tells(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = console.Progress("rollouts", 4, shown=False)
+    bar = console.StageProgress("rollouts", 4, shown=False)
     bar.advance(4)
     bar.close()
     assert capsys.readouterr().err == ""
@@ -226,7 +226,7 @@ def test_a_reader_that_has_gone_does_not_end_the_run(monkeypatch: pytest.MonkeyP
     os.close(reader)
     with os.fdopen(writer, "w", buffering=1) as gone:
         monkeypatch.setattr(sys, "stderr", gone)
-        bar = console.Progress("rollouts", 4)
+        bar = console.StageProgress("rollouts", 4)
         for at in range(4):
             bar.advance(at)
         console.say("saved")

@@ -28,7 +28,7 @@ from bpo_ref.sampling.generate import (
     JOINED,
     ContextOverflow,
     Generator,
-    Session,
+    SamplingSession,
     StaleSession,
     cache_name,
     forward,
@@ -269,7 +269,7 @@ def test_half_precision_runs() -> None:
     ],
     ids=["temperature", "empty context", "empty fork"],
 )
-def test_meaningless_arguments_are_refused(build: Callable[[], Generator | Session | int]) -> None:
+def test_meaningless_arguments_are_refused(build: Callable[[], Generator | SamplingSession | int]) -> None:
     with pytest.raises(ValueError, match=r"positive|at least one token"):
         build()
 
@@ -367,7 +367,7 @@ def test_rows_read_ahead_are_forked_without_reading_again() -> None:
     recorder.check()
 
 
-def tokens_held(session: Session) -> int:
+def tokens_held(session: SamplingSession) -> int:
     """Tokens whose keys and values a layer has memory for; the storages of all layers are of this size."""
     sizes = {}
     for part in (part for parts in session._store.parts for part in parts):
@@ -377,7 +377,7 @@ def tokens_held(session: Session) -> int:
     return size
 
 
-def distinct(session: Session) -> int:
+def distinct(session: SamplingSession) -> int:
     """Tokens that rows have read, those that they share counted once."""
     read = (tuple(session.context(row)[: session._rows[row].cached]) for row in session._rows)
     return len({ids[: n + 1] for ids in read for n in range(len(ids))})

@@ -3,26 +3,26 @@ import random
 
 import pytest
 
-from sandboxgym.envs.alfworld.expert import Expert, Task, parse_task, play_expert
+from sandboxgym.envs.alfworld.expert import Errand, Expert, parse_task, play_expert
 from sandboxgym.envs.alfworld.games.library import open_library
 
 SENTENCES = {
-    "put a pencil in shelf": Task("pencil", "shelf"),
-    "put some watch on safe": Task("watch", "safe"),
-    "put a clean mug in coffeemachine": Task("mug", "coffeemachine", "clean"),
-    "clean some cloth and put it in drawer": Task("cloth", "drawer", "clean"),
-    "put a hot apple in fridge": Task("apple", "fridge", "heat"),
-    "heat some egg and put it in garbagecan": Task("egg", "garbagecan", "heat"),
-    "put a cool pan in stoveburner": Task("pan", "stoveburner", "cool"),
-    "cool some bread and put it in countertop": Task("bread", "countertop", "cool"),
-    "put two book in desk": Task("book", "desk", None, 2),
-    "find two cd and put them in safe": Task("cd", "safe", None, 2),
-    "look at vase under the desklamp": Task("vase", "desklamp"),
-    "examine the pillow with the floorlamp": Task("pillow", "floorlamp"),
-    "move a pen to a desk": Task("pen", "desk"),
-    "heat a mug and move it to a table": Task("mug", "table", "heat"),
-    "move two soap to a bin": Task("soap", "bin", None, 2),
-    "take a book and use a lamp": Task("book", "lamp"),
+    "put a pencil in shelf": Errand("pencil", "shelf"),
+    "put some watch on safe": Errand("watch", "safe"),
+    "put a clean mug in coffeemachine": Errand("mug", "coffeemachine", "clean"),
+    "clean some cloth and put it in drawer": Errand("cloth", "drawer", "clean"),
+    "put a hot apple in fridge": Errand("apple", "fridge", "heat"),
+    "heat some egg and put it in garbagecan": Errand("egg", "garbagecan", "heat"),
+    "put a cool pan in stoveburner": Errand("pan", "stoveburner", "cool"),
+    "cool some bread and put it in countertop": Errand("bread", "countertop", "cool"),
+    "put two book in desk": Errand("book", "desk", None, 2),
+    "find two cd and put them in safe": Errand("cd", "safe", None, 2),
+    "look at vase under the desklamp": Errand("vase", "desklamp"),
+    "examine the pillow with the floorlamp": Errand("pillow", "floorlamp"),
+    "move a pen to a desk": Errand("pen", "desk"),
+    "heat a mug and move it to a table": Errand("mug", "table", "heat"),
+    "move two soap to a bin": Errand("soap", "bin", None, 2),
+    "take a book and use a lamp": Errand("book", "lamp"),
 }
 
 

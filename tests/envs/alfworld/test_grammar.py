@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from sandboxgym.envs.alfworld.grammar import Entity, GrammarError, Scene, compile_text, read_grammar
+from sandboxgym.envs.alfworld.grammar import Entity, GrammarError, TextScene, compile_text, read_grammar
 
 LISTS = {"list_empty": "nothing", "list_separator": ", ", "list_last_separator": ", and "}
 ENTITIES = {
@@ -40,7 +40,7 @@ def rules(**texts: str | Sequence[Mapping[str, str]]) -> str:
 
 def write(text: str, binding: Mapping[str, str] | None = None, **texts: Any) -> str:
     grammar = read_grammar(rules(**texts))
-    return compile_text(text).write(Scene(grammar.rules, ENTITIES, facts), binding or {})
+    return compile_text(text).write(TextScene(grammar.rules, ENTITIES, facts), binding or {})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ action Open { # and inside
 
 def test_documents_hold_rules_and_actions() -> None:
     grammar = read_grammar(rules(opened="never seen") + ACTION)
-    scene = Scene(grammar.rules, ENTITIES, facts)
+    scene = TextScene(grammar.rules, ENTITIES, facts)
     opening = grammar.actions["open"]
     assert opening.template.write(scene, {"d": "desk"}) == "open desk 1"
     assert opening.feedback.write(scene, {"d": "desk"}) == "You open the desk 1."  # the last definition counts

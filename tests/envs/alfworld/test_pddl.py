@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from sandboxgym.envs.alfworld.grounding import Operator, Task, ground
+from sandboxgym.envs.alfworld.grounding import GroundTask, Operator, ground
 from sandboxgym.envs.alfworld.pddl import Atom, Conjunction, Domain, PddlError, parse, read_domain, read_problem
 from sandboxgym.envs.alfworld.relations import Database, Query
 
@@ -41,9 +41,9 @@ def domain(*actions: str) -> Domain:
     return read_domain(HEADER + "".join(actions) + ")")
 
 
-def task(*actions: str, goal: str = "(at robby hall)", problem: str = PROBLEM) -> Task:
+def task(*actions: str, goal: str = "(at robby hall)", problem: str = PROBLEM) -> GroundTask:
     rules = domain(*actions)
-    return Task(rules, ground(rules, read_problem(problem.format(goal=goal), rules)))
+    return GroundTask(rules, ground(rules, read_problem(problem.format(goal=goal), rules)))
 
 
 def action(*, precondition: str = "()", effect: str = "(lit ?p)", parameters: str = "?p - place") -> str:
@@ -54,11 +54,11 @@ def names(operators: list[Operator]) -> list[str]:
     return [" ".join([operator.action, *operator.args]) for operator in operators]
 
 
-def applicable(ground: Task, state: int | None = None) -> list[str]:
+def applicable(ground: GroundTask, state: int | None = None) -> list[str]:
     return names(list(ground.operators(ground.initial if state is None else state)))
 
 
-def after(ground: Task, *commands: str) -> int:
+def after(ground: GroundTask, *commands: str) -> int:
     state = ground.initial
     for command in commands:
         found = dict(zip(applicable(ground, state), ground.operators(state), strict=True))
@@ -66,7 +66,7 @@ def after(ground: Task, *commands: str) -> int:
     return state
 
 
-def true_facts(ground: Task, state: int) -> set[str]:
+def true_facts(ground: GroundTask, state: int) -> set[str]:
     return {str(fact) for number, fact in enumerate(ground.facts) if state >> number & 1}
 
 

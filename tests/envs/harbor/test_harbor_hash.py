@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from sandboxgym.envs.harbor.box import Box
+from sandboxgym.envs.harbor.box import TaskBox
 from sandboxgym.sandbox.agent.box import HASHED
 
 READERS = ("bash", "find", "sort", "head", "tr", "xargs", "stat", "sha256sum")
@@ -20,7 +20,7 @@ def told(place: Path, programs: Path) -> str:
     """What the script prints of a directory, with the programs of another one."""
     sandbox: Any = SimpleNamespace(workdir=str(place))
     env = {"PATH": str(programs), "TMPDIR": f"{place}/none", "HOME": f"{place}/none"}
-    command = [str(programs / "bash"), "-c", Box(sandbox)._script(None)]
+    command = [str(programs / "bash"), "-c", TaskBox(sandbox)._script(None)]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60).stdout
 
 

@@ -143,7 +143,7 @@ def test_names_and_numbers_that_cannot_be_kept_are_refused(tmp_path: Path) -> No
 
 
 def test_a_task_that_needs_more_than_there_is_does_not_spoil_its_folder(tmp_path: Path) -> None:
-    from sandboxgym.envs.harbor.images import Settings, start_of
+    from sandboxgym.envs.harbor.images import HarborSettings, start_of
 
     write_task(tmp_path / "fine")
     write_task(tmp_path / "compose", files={"environment/docker-compose.yaml": "services: {}\n"})
@@ -154,7 +154,7 @@ def test_a_task_that_needs_more_than_there_is_does_not_spoil_its_folder(tmp_path
     assert [bool(task.unsupported) for task in tasks] == [True, False, True, True, True]
     assert tasks[4].unsupported == "version '2.0' of task.toml (1.0 to 1.4 are read)"
     with pytest.raises(TaskUnsupported, match=r"docker-compose\.yaml: several containers cannot be had here"):
-        start_of(tasks[0], Settings(image="host"))
+        start_of(tasks[0], HarborSettings(image="host"))
 
 
 def test_the_digest_knows_the_tests_and_not_the_solution(tmp_path: Path) -> None:

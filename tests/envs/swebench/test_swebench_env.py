@@ -499,7 +499,7 @@ def test_the_future_of_a_repository_is_removed(quick_backend: dict[str, Any], tm
     git("fast-import", "--quiet", given=FUTURE)
     base, solution, topic = git("rev-parse", "main~1"), git("rev-parse", "main"), git("rev-parse", "topic")
     task = replace(mini.tasks()[0], instance_id="a__b-1", base_commit=base, history=FUTURE)
-    settings = boxes.Settings(**quick_backend)
+    settings = boxes.WorkspaceSettings(**quick_backend)
     with settings.box(task) as box:
         box.restore(boxes.pristine(task, settings).snapshot)
         said = box.run(

@@ -19,7 +19,7 @@ from components import missing
 from little_shop import PRODUCTS, shop_in, write
 
 from sandboxgym.bench.webshop import original
-from sandboxgym.envs.webshop.session import Session
+from sandboxgym.envs.webshop.session import ShopState
 from sandboxgym.envs.webshop.shop import Shop
 
 pytestmark = pytest.mark.slow
@@ -101,7 +101,7 @@ def an_action(rng: random.Random, clickables: Sequence[str], instruction: str) -
     return rng.choice(WRAPPED).format(action)
 
 
-def ours(shop: Shop, session: Session) -> dict[str, Any]:
+def ours(shop: Shop, session: ShopState) -> dict[str, Any]:
     place, page = session.place, shop.page(session)
     return {
         **{mode: shop.observe(session, mode) for mode in ("text", "text_rich", "url")},

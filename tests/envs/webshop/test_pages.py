@@ -10,7 +10,7 @@ import pytest
 from little_shop import BLANK, LAMP, MUG, RACK, RUG, goal_of, shop_in, write
 
 from sandboxgym.envs.webshop import pages
-from sandboxgym.envs.webshop.session import Place, Session
+from sandboxgym.envs.webshop.session import ShopPage, ShopState
 from sandboxgym.envs.webshop.shop import Shop
 from sandboxgym.envs.webshop.views import View, page_of
 from sandboxgym.envs.webshop.web.html import html
@@ -33,35 +33,35 @@ def upstream(directory: Path) -> Shop:
     return shop_in(directory, compat="upstream", show_attributes=True)
 
 
-def at(shop: Shop, place: Place, *visited: str) -> View:
+def at(shop: Shop, place: ShopPage, *visited: str) -> View:
     """A page of a session whose goal is the small red mug; its instruction is cut short."""
-    view = shop.view(Session(goal_of(shop, MUG, color="red", size="small"), place, visited))
+    view = shop.view(ShopState(goal_of(shop, MUG, color="red", size="small"), place, visited))
     assert view.instruction.startswith(TASK)
     return replace(view, instruction="TASK")
 
 
-def item(asin: str, *options: tuple[str, str], query: str = "mug") -> Place:
-    return Place("item", query, 1, asin, options)
+def item(asin: str, *options: tuple[str, str], query: str = "mug") -> ShopPage:
+    return ShopPage("item", query, 1, asin, options)
 
 
 def test_search_page(shop: Shop, upstream: Shop) -> None:
-    assert pages.text(at(shop, Place())) == "WebShop [SEP] Instruction: [SEP] TASK [SEP] Search"
-    assert pages.text(at(upstream, Place())) == "WebShop [SEP] Instruction: [SEP] TASK [SEP] Search"
-    assert pages.text_rich(at(upstream, Place())) == "WebShop\nInstruction: \nTASK\n[button] Search [button_]\n"
-    assert [tuple(at(each, Place()).clickables) for each in (shop, upstream)] == [(), ("search",)]
+    assert pages.text(at(shop, ShopPage())) == "WebShop [SEP] Instruction: [SEP] TASK [SEP] Search"
+    assert pages.text(at(upstream, ShopPage())) == "WebShop [SEP] Instruction: [SEP] TASK [SEP] Search"
+    assert pages.text_rich(at(upstream, ShopPage())) == "WebShop\nInstruction: \nTASK\n[button] Search [button_]\n"
+    assert [tuple(at(each, ShopPage()).clickables) for each in (shop, upstream)] == [(), ("search",)]
 
 
 def test_results(shop: Shop, upstream: Shop) -> None:
     for each in (shop, upstream):
-        text = pages.text(at(each, Place("results", "striped mug woven rug", 1)))
+        text = pages.text(at(each, ShopPage("results", "striped mug woven rug", 1)))
         assert text.startswith("Instruction: [SEP] TASK [SEP] Back to Search [SEP] Page 1 (Total results: ")
         assert f"[SEP] {MUG} [SEP] Striped Mug with Handle [SEP] $10.0 to $20.0" in text
-        rich = pages.text_rich(at(each, Place("results", "striped mug woven rug", 1), MUG))
+        rich = pages.text_rich(at(each, ShopPage("results", "striped mug woven rug", 1), MUG))
         assert f"\n\n[clicked button] {MUG} [clicked button_]\nStriped Mug with Handle\n$10.0 to $20.0\n" in rich
         assert f"\n\n[button] {RUG} [button_]\nWoven Rug\n$12.5\n" in rich
-    second = pages.text(at(shop, Place("results", "bowl", 5)))
+    second = pages.text(at(shop, ShopPage("results", "bowl", 5)))
     assert "Back to Search [SEP] Page 5 (Total results: 50) [SEP] < Prev [SEP] B0FILLER" in second
-    second = pages.text(at(upstream, Place("results", "bowl", 5)))
+    second = pages.text(at(upstream, ShopPage("results", "bowl", 5)))
     assert "Back to Search [SEP] Page 5 (Total results: 50) [SEP] < Prev [SEP] Next > [SEP] B0FILLER" in second
 
 
@@ -111,7 +111,7 @@ def test_sub_pages(shop: Shop, upstream: Shop) -> None:
     before = "Instruction: [SEP] TASK [SEP] Back to Search [SEP] < Prev"
 
     def text(shop: Shop, asin: str, sub_page: str) -> str:
-        return pages.text(at(shop, Place("sub_page", "mug", 1, asin, sub_page=sub_page)))
+        return pages.text(at(shop, ShopPage("sub_page", "mug", 1, asin, sub_page=sub_page)))
 
     for each in (shop, upstream):
         assert text(each, MUG, "Description") == f"{before} [SEP] About the Striped Mug with Handle."
@@ -121,14 +121,14 @@ def test_sub_pages(shop: Shop, upstream: Shop) -> None:
     assert text(upstream, MUG, "Attributes") == (
         f"{before} [SEP] dishwasher safe [SEP] hand painted [SEP] garden [SEP] mugs [SEP] Home › Kitchen › Mugs"
     )
-    rich = pages.text_rich(at(upstream, Place("sub_page", "mug", 1, MUG, sub_page="Features")))
+    rich = pages.text_rich(at(upstream, ShopPage("sub_page", "mug", 1, MUG, sub_page="Features")))
     assert rich.endswith("[button] < Prev [button_]\n First point.\n Second point.\n"), "with the blank of the markup"
 
 
 def test_blank_texts_leave_traces_only_upstream(shop: Shop, upstream: Shop) -> None:
     """White space alone becomes one blank, or a line end if there is one in it; those are dropped, nothing stays."""
-    description = Place("sub_page", "tray", 1, BLANK, sub_page="Description")
-    features = Place("sub_page", "tray", 1, BLANK, sub_page="Features")
+    description = ShopPage("sub_page", "tray", 1, BLANK, sub_page="Description")
+    features = ShopPage("sub_page", "tray", 1, BLANK, sub_page="Features")
     assert pages.text(at(upstream, description)).endswith("< Prev [SEP] ")
     assert pages.text(at(shop, description)).endswith("< Prev")
     assert pages.text(at(upstream, features)).endswith("< Prev [SEP]  [SEP]  [SEP] last")
@@ -136,7 +136,7 @@ def test_blank_texts_leave_traces_only_upstream(shop: Shop, upstream: Shop) -> N
 
 
 def test_last_page(shop: Shop, upstream: Shop) -> None:
-    place = Place("done", "mug", 1, LAMP, (("width", "café"), ("height", "30"), ("sub", "next >")))
+    place = ShopPage("done", "mug", 1, LAMP, (("width", "café"), ("height", "30"), ("sub", "next >")))
     score = at(shop, place).purchase.reward.total
     shown = f"Your score (min 0.0, max 1.0) [SEP] {score}"
     assert pages.text(at(shop, place)) == f"Thank you for shopping with us! [SEP] {shown}"
@@ -152,21 +152,21 @@ def test_last_page(shop: Shop, upstream: Shop) -> None:
 
 
 def test_addresses(upstream: Shop) -> None:
-    def url(place: Place) -> str:
+    def url(place: ShopPage) -> str:
         return at(upstream, place).url.removeprefix("http://127.0.0.1:3000/").replace(f"/{goal}", "/GOAL")
 
     goal = goal_of(upstream, MUG, color="red", size="small")
     options = (("width", "café"), ("sub", "it's"))
-    assert upstream.view(Session(goal)).url == f"http://127.0.0.1:3000/{goal}"
-    assert url(Place("results", "a  b", 2)) == "search_results/GOAL/a++b/2"
+    assert upstream.view(ShopState(goal)).url == f"http://127.0.0.1:3000/{goal}"
+    assert url(ShopPage("results", "a  b", 2)) == "search_results/GOAL/a++b/2"
     here = f"{LAMP}/a+b/2"
-    where = Place("item", "a b", 2, LAMP)
+    where = ShopPage("item", "a b", 2, LAMP)
     assert url(where) == f"item_page/GOAL/{here}/{{}}"
     view = replace(where, options=(("width", "café"),))
     assert url(view) == f'item_page/GOAL/{here}/{{"width": "caf\\u00e9"}}'
-    sub_page = Place("sub_page", "a b", 2, LAMP, options, "Features")
+    sub_page = ShopPage("sub_page", "a b", 2, LAMP, options, "Features")
     assert url(sub_page) == f"item_sub_page/GOAL/{here}/Features/{{'width': 'café', 'sub': \"it's\"}}"
-    assert url(Place("done", "a b", 2, LAMP, options)) == f"done/GOAL/{LAMP}/{{'width': 'café', 'sub': \"it's\"}}"
+    assert url(ShopPage("done", "a b", 2, LAMP, options)) == f"done/GOAL/{LAMP}/{{'width': 'café', 'sub': \"it's\"}}"
 
 
 def test_pages_of_results_before_the_first_count_from_the_end() -> None:
@@ -209,19 +209,19 @@ class Reader(HTMLParser):
 @pytest.mark.parametrize(
     "place",
     [
-        Place(),
-        Place("results", "desk lamp striped mug", 1),
-        Place("results", "bowl", 2),
+        ShopPage(),
+        ShopPage("results", "desk lamp striped mug", 1),
+        ShopPage("results", "bowl", 2),
         item(MUG, ("size", 'large 3"')),
         item(LAMP, ("width", "café"), ("sub", "a[b]")),
-        Place("sub_page", "lamp", 1, LAMP, sub_page="Description"),
-        Place("sub_page", "lamp", 1, LAMP, sub_page="Features"),
-        Place("sub_page", "lamp", 1, LAMP, sub_page="Reviews"),
-        Place("sub_page", "lamp", 1, LAMP, sub_page="Attributes"),
-        Place("done", "lamp", 1, LAMP, (("width", "café"),)),
+        ShopPage("sub_page", "lamp", 1, LAMP, sub_page="Description"),
+        ShopPage("sub_page", "lamp", 1, LAMP, sub_page="Features"),
+        ShopPage("sub_page", "lamp", 1, LAMP, sub_page="Reviews"),
+        ShopPage("sub_page", "lamp", 1, LAMP, sub_page="Attributes"),
+        ShopPage("done", "lamp", 1, LAMP, (("width", "café"),)),
     ],
 )
-def test_markup_has_what_the_view_has(shop: Shop, place: Place) -> None:
+def test_markup_has_what_the_view_has(shop: Shop, place: ShopPage) -> None:
     view = at(shop, place)
     read = Reader(html(view))
     assert read.open == []
@@ -232,11 +232,11 @@ def test_markup_has_what_the_view_has(shop: Shop, place: Place) -> None:
 
 
 def test_product_text_is_not_markup(shop: Shop) -> None:
-    document = html(at(shop, Place("results", "desk lamp", 1)))
+    document = html(at(shop, ShopPage("results", "desk lamp", 1)))
     assert "<b>" not in document and "Desk Lamp &lt;b&gt;bright&lt;/b&gt;" in document
 
 
 def test_the_last_page_tells_nothing_of_the_goal(shop: Shop) -> None:
-    view = at(shop, Place("done", "lamp", 1, LAMP))
+    view = at(shop, ShopPage("done", "lamp", 1, LAMP))
     for shown in (pages.text(view), pages.text_rich(view), html(view)):
         assert MUG not in shown and "hand painted" not in shown

@@ -16,7 +16,7 @@ import gymnasium as gym
 import pytest
 
 import sandboxgym
-from sandboxgym.envs.webshop.session import Session
+from sandboxgym.envs.webshop.session import ShopState
 from sandboxgym.envs.webshop.shop import Shop, open_shop
 
 pytestmark = pytest.mark.slow
@@ -45,7 +45,7 @@ def is_random(action: str) -> bool:
     return action.startswith("search[<r>")
 
 
-def observed(shop: Shop, session: Session) -> dict[str, Any]:
+def observed(shop: Shop, session: ShopState) -> dict[str, Any]:
     """A page in the words of the recordings."""
     view = shop.view(session)
     return {
@@ -56,7 +56,7 @@ def observed(shop: Shop, session: Session) -> dict[str, Any]:
     }
 
 
-def stepped(shop: Shop, session: Session) -> dict[str, Any]:
+def stepped(shop: Shop, session: ShopState) -> dict[str, Any]:
     """A step in the words of the recordings."""
     place = session.place
     state = {
@@ -92,7 +92,7 @@ def test_same_as_the_original(folder: Path, shop: Shop, recording: str, reborn: 
                 break  # what the original's global random stream gave cannot be told
             session = shop.act(session, step["action"], draw=int)
             if reborn:
-                session = Session.decode(session.encode())
+                session = ShopState.decode(session.encode())
                 shop.check(session)
             got = stepped(shop, session)
             assert got == comparable(step, iter(got)), f"{episode['name']}, step {number}, {step['action']!r}"

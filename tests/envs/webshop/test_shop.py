@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from little_shop import BLANK, HOOK, LAMP, MUG, RACK, RUG, goal_of, shop_in, write
 
 from sandboxgym.envs.webshop.actions import parse, search_for
-from sandboxgym.envs.webshop.session import PAGES, SUB_PAGES, Place, Session
+from sandboxgym.envs.webshop.session import PAGES, SUB_PAGES, ShopPage, ShopState
 from sandboxgym.envs.webshop.shop import Shop
 from sandboxgym.errors import SnapshotCorrupt
 
@@ -32,7 +32,7 @@ def upstream(directory: Path) -> Shop:
     return shop_in(directory, compat="upstream")
 
 
-def play(shop: Shop, *actions: str, goal: int | None = None, draw: int = 1) -> Session:
+def play(shop: Shop, *actions: str, goal: int | None = None, draw: int = 1) -> ShopState:
     """The session after some actions, each of which must do something."""
     session = shop.start(goal_of(shop, MUG) if goal is None else goal)
     for action in actions:
@@ -41,13 +41,13 @@ def play(shop: Shop, *actions: str, goal: int | None = None, draw: int = 1) -> S
     return session
 
 
-def refused(shop: Shop, session: Session, action: str) -> bool:
+def refused(shop: Shop, session: ShopState, action: str) -> bool:
     after = shop.act(session, action, draw=lambda: 1)
     unchanged = replace(after, reward=session.reward, done=session.done, valid_action=session.valid_action) == session
     return unchanged and not after.valid_action and after.reward == 0.0
 
 
-def clickables(shop: Shop, session: Session) -> tuple[str, ...]:
+def clickables(shop: Shop, session: ShopState) -> tuple[str, ...]:
     return shop.page(session).clickables
 
 
@@ -97,7 +97,7 @@ def test_upstream_goes_on_after_a_purchase(upstream: Shop) -> None:
 def test_a_search_needs_the_search_bar(shop: Shop, upstream: Shop) -> None:
     assert refused(shop, play(shop, *find(MUG)), "search[lamp]")
     session = play(upstream, *find(MUG), "click[red]", "search[lamp]")
-    assert session.place == Place("results", "lamp", 1)
+    assert session.place == ShopPage("results", "lamp", 1)
     assert session.visited == (MUG,)
 
 
@@ -113,7 +113,7 @@ def test_previous_page(shop: Shop) -> None:
     back = shop.act(features, "click[< prev]", draw=int)
     assert back.place == item.place, "options are kept"
     results = shop.act(back, "click[< prev]", draw=int)
-    assert results.place == Place("results", "striped mug", 1), "options are forgotten"
+    assert results.place == ShopPage("results", "striped mug", 1), "options are forgotten"
     assert dict(results.actions) == {"search": 2, "asin": 1, "options": 1, "Features": 1}
 
 
@@ -240,7 +240,7 @@ def test_every_admissible_command_does_something(directory: Path, compat: str) -
         shop.check(session)
         assert session.valid_action
         assert session.done == (session.place.page == "done")
-        assert Session.decode(session.encode()) == session
+        assert ShopState.decode(session.encode()) == session
         seen.add(session.place.sub_page or session.place.page)
     assert seen == {*PAGES, *SUB_PAGES} - {"sub_page"}
 
@@ -282,10 +282,10 @@ def test_equal_arguments_give_the_same_shop(directory: Path) -> None:
 
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 sessions = st.builds(
-    Session,
+    ShopState,
     goal=st.integers(0, 2**40),
     place=st.builds(
-        Place,
+        ShopPage,
         page=st.sampled_from(PAGES),
         query=st.none() | texts,
         number=st.none() | st.integers(-5, 500),
@@ -303,43 +303,43 @@ sessions = st.builds(
 
 
 @given(sessions)
-def test_a_session_survives_its_encoding(session: Session) -> None:
-    assert Session.decode(session.encode()) == session
+def test_a_session_survives_its_encoding(session: ShopState) -> None:
+    assert ShopState.decode(session.encode()) == session
 
 
 @given(sessions, st.binary(max_size=60), st.integers(0, 60))
-def test_other_bytes_are_refused(session: Session, noise: bytes, position: int) -> None:
+def test_other_bytes_are_refused(session: ShopState, noise: bytes, position: int) -> None:
     encoded = session.encode()
     for damaged in (noise, encoded[:position] + noise + encoded[position + len(noise) :], encoded[:-1]):
         try:
-            decoded = Session.decode(damaged)
+            decoded = ShopState.decode(damaged)
         except SnapshotCorrupt:
             continue
-        assert Session.decode(decoded.encode()) == decoded, "what is taken is a session"
+        assert ShopState.decode(decoded.encode()) == decoded, "what is taken is a session"
 
 
 @pytest.mark.parametrize(
     "place",
     [
-        Place("results", None, 1),
-        Place("results", "mug", None),
-        Place("item", "mug", 1),
-        Place("item", "mug", 1, "B0NOWHERE0"),
-        Place("item", "mug", 1, MUG, (("color", "green"),)),
-        Place("item", "mug", 1, MUG, (("colour", "red"),)),
-        Place("item", "mug", 1, MUG, sub_page="Features"),
-        Place("sub_page", "mug", 1, MUG),
-        Place("done"),
-        Place("results", "<c>", 1),
-        Place("results", "<r>", 1),
+        ShopPage("results", None, 1),
+        ShopPage("results", "mug", None),
+        ShopPage("item", "mug", 1),
+        ShopPage("item", "mug", 1, "B0NOWHERE0"),
+        ShopPage("item", "mug", 1, MUG, (("color", "green"),)),
+        ShopPage("item", "mug", 1, MUG, (("colour", "red"),)),
+        ShopPage("item", "mug", 1, MUG, sub_page="Features"),
+        ShopPage("sub_page", "mug", 1, MUG),
+        ShopPage("done"),
+        ShopPage("results", "<c>", 1),
+        ShopPage("results", "<r>", 1),
     ],
 )
-def test_a_page_that_the_shop_does_not_have_is_refused(upstream: Shop, place: Place) -> None:
-    upstream.check(Session(0, Place("results", "<r>", 1, draw=3)))
+def test_a_page_that_the_shop_does_not_have_is_refused(upstream: Shop, place: ShopPage) -> None:
+    upstream.check(ShopState(0, ShopPage("results", "<r>", 1, draw=3)))
     with pytest.raises(SnapshotCorrupt):
-        upstream.check(Session(0, place))
+        upstream.check(ShopState(0, place))
 
 
 def test_a_goal_that_the_shop_does_not_have_is_refused(shop: Shop) -> None:
     with pytest.raises(SnapshotCorrupt, match=f"below {len(shop.goals)}"):
-        shop.check(Session(len(shop.goals)))
+        shop.check(ShopState(len(shop.goals)))

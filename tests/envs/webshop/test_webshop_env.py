@@ -17,7 +17,7 @@ from little_shop import LAMP, MUG, RUG, nouns, write
 
 from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.envs.webshop.env import TaskNotFound
-from sandboxgym.envs.webshop.session import Place, Session
+from sandboxgym.envs.webshop.session import ShopPage, ShopState
 
 ID = "sandboxgym/WebShop-v0"
 
@@ -344,7 +344,7 @@ def test_a_snapshot_with_an_impossible_page_is_refused(directory: Path) -> None:
     env.step("search[desk lamp]")
     before = env.last
     other.reset(seed=3)
-    other._session = Session(0, Place("item", "lamp", 1, LAMP, (("width", "90"),)))
+    other._session = ShopState(0, ShopPage("item", "lamp", 1, LAMP, (("width", "90"),)))
     with pytest.raises(SnapshotCorrupt, match="no option"):
         env.restore(Snapshot.from_bytes(other.snapshot().to_bytes()))
     assert env.last == before

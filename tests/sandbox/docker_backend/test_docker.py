@@ -28,7 +28,7 @@ from sandboxgym.sandbox.docker import backend as docker_backend
 from sandboxgym.sandbox.docker import exec as docker_exec
 from sandboxgym.sandbox.docker import images as docker_images
 from sandboxgym.sandbox.docker.backend import DockerBackend, DockerTree
-from sandboxgym.sandbox.files.portable import Header, Reader, Writer
+from sandboxgym.sandbox.files.portable import ArchiveHeader, ArchiveWriter, Reader
 from sandboxgym.system import run_directories
 
 pytestmark = pytest.mark.slow
@@ -486,7 +486,7 @@ def test_what_is_closed_or_committed_says_so(backend: DockerBackend) -> None:
 
 def test_archives_of_another_base_are_refused(backend: DockerBackend) -> None:
     with pytest.raises(SnapshotMismatch, match="other"):
-        backend.unpack(Writer(Header("other")).finish())
+        backend.unpack(ArchiveWriter(ArchiveHeader("other")).finish())
 
 
 OWNER = """

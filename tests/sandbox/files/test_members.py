@@ -18,7 +18,7 @@ from sandboxgym import SnapshotCorrupt, SnapshotMismatch, serialization
 from sandboxgym.sandbox.base import Limits, RootFS, SandboxFull
 from sandboxgym.sandbox.copy.backend import CopyBackend
 from sandboxgym.sandbox.files import archive, members
-from sandboxgym.sandbox.files.portable import Header, Reader, Writer
+from sandboxgym.sandbox.files.portable import ArchiveHeader, ArchiveWriter, Reader
 from sandboxgym.sandbox.layers.store import LayerStore
 from sandboxgym.sandbox.sandbox import Sandbox
 from sandboxgym.sandbox.shell.state import SECTIONS, ShellState
@@ -232,7 +232,7 @@ def test_the_number_of_members_is_bounded_before_the_first_is_written(
         else:
             backend.unpack(data)
     assert store.removed == [] and left(store) == []
-    writer = Writer(Header("empty"))
+    writer = ArchiveWriter(ArchiveHeader("empty"))
     with pytest.raises(Exception, match="at most 50 files"):
         for index in range(60):
             writer.member(tarfile.TarInfo(str(index)), b"")

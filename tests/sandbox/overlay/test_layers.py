@@ -19,7 +19,7 @@ from sandboxgym.sandbox.base import RootFS, SandboxClosed, SandboxError, Sandbox
 from sandboxgym.sandbox.files import archive, pieces
 from sandboxgym.sandbox.files.pieces import pieces_of
 from sandboxgym.sandbox.layers import squash
-from sandboxgym.sandbox.layers.store import Layer, LayerStore, OverlayTree
+from sandboxgym.sandbox.layers.store import LayerStore, OverlayTree, StoredLayer
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.overlay.runtime import runtime
 
@@ -354,7 +354,7 @@ def test_a_layer_is_packed_once_and_only_new_ones_are_new(make: Maker, monkeypat
     packed: list[str] = []
     pack_layer = archive.pack_layer
 
-    def counted(layer: Layer, *, rootless: bool) -> tuple[bytes, int]:
+    def counted(layer: StoredLayer, *, rootless: bool) -> tuple[bytes, int]:
         packed.append(layer.path.name)
         return pack_layer(layer, rootless=rootless)
 

@@ -16,7 +16,7 @@ import logging
 from dataclasses import dataclass, field, replace
 
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
-from sandboxgym.envs.swebench.workspaces.workspace import EXTRACTED, NO_PIPES, Box, Pristine
+from sandboxgym.envs.swebench.workspaces.workspace import EXTRACTED, NO_PIPES, Pristine, RepositoryBox
 from sandboxgym.sandbox.base import FileTooLarge, Result, SandboxError
 from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
@@ -103,7 +103,7 @@ class WorkLost(Exception):
     """Raised if a sandbox cannot be started on the agent's files, but can be on those of the task's start."""
 
 
-def extract(box: Box, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
+def extract(box: RepositoryBox, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
     """Extract the changes since the start, commits included.
 
     Args:
@@ -145,7 +145,7 @@ def extract(box: Box, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
     return taken if taken.problem else replace(taken, problem=f"{work.problem}; its files were taken over"[:_SAID])
 
 
-def _diff(box: Box, pristine: Pristine) -> Work:
+def _diff(box: RepositoryBox, pristine: Pristine) -> Work:
     script = f"{_DIRECTORY}REFERENCE={pristine.reference}\n{_DIFF}"
     done = box.run(script, timeout=SECONDS)
     problem = ""

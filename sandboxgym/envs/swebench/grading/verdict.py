@@ -40,10 +40,16 @@ from sandboxgym.envs.swebench.grading.patches import changes
 from sandboxgym.envs.swebench.rows import record
 from sandboxgym.envs.swebench.rows.files import TaskError
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
-from sandboxgym.envs.swebench.rows.record import Check
+from sandboxgym.envs.swebench.rows.record import RowCheck
 from sandboxgym.envs.swebench.rows.tasks import Task
 from sandboxgym.envs.swebench.workspaces import hiding
-from sandboxgym.envs.swebench.workspaces.workspace import EVAL_SCRIPT, PATCH_FILE, Box, Pristine, Settings
+from sandboxgym.envs.swebench.workspaces.workspace import (
+    EVAL_SCRIPT,
+    PATCH_FILE,
+    Pristine,
+    RepositoryBox,
+    WorkspaceSettings,
+)
 from sandboxgym.sandbox.base import Result, SandboxError
 
 if TYPE_CHECKING:
@@ -72,7 +78,7 @@ _KEPT_CHARACTERS = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PatchVerdict:
     """Verdict on a patch, with its reason and log."""
 
     resolved: bool
@@ -164,13 +170,13 @@ def grade(
     leaf: SandboxSnapshot,
     pristine: Pristine,
     task: Task,
-    settings: Settings,
+    settings: WorkspaceSettings,
     *,
     patch: str | None = None,
     timeout: float = TIMEOUT,
     reject_suspicious: bool = False,
     counterchecked: bool = False,
-) -> Verdict:
+) -> PatchVerdict:
     """Grade the work in a captured sandbox, or a given patch.
 
     Args:
@@ -188,7 +194,7 @@ def grade(
     return rejected(verdict) if reject_suspicious else verdict
 
 
-def rejected(verdict: Verdict) -> Verdict:
+def rejected(verdict: PatchVerdict) -> PatchVerdict:
     """Change a verdict to a failure if there is anything suspicious."""
     return replace(verdict, resolved=False, reason="suspicious") if verdict.suspicious else verdict
 
@@ -197,23 +203,23 @@ def _grade(
     leaf: SandboxSnapshot,
     pristine: Pristine,
     task: Task,
-    settings: Settings,
+    settings: WorkspaceSettings,
     patch: str | None,
     timeout: float,
     thorough: bool,
-) -> Verdict:
+) -> PatchVerdict:
     problem = ""
     try:
         with settings.box(task) as scratch:
             if patch is None:
                 work = extract(scratch, leaf, pristine)
                 if work.too_large:
-                    return Verdict(False, "", "patch too large", log=_PATCH_TOO_LARGE)
+                    return PatchVerdict(False, "", "patch too large", log=_PATCH_TOO_LARGE)
                 patch, problem = work.patch, work.problem
             elif len(patch.encode("utf-8", "surrogateescape")) > PATCH_LIMIT:
-                return Verdict(False, "", "patch too large", log=_PATCH_TOO_LARGE)
+                return PatchVerdict(False, "", "patch too large", log=_PATCH_TOO_LARGE)
             if not patch.strip():
-                return Verdict(False, patch, "no patch", extraction=problem)
+                return PatchVerdict(False, patch, "no patch", extraction=problem)
             digest = hashlib.sha256(patch.encode("utf-8", "surrogateescape")).hexdigest()
             key = (task.digest, digest, settings.network, thorough)
             known = _verdicts.get(key)
@@ -228,15 +234,19 @@ def _grade(
                     _remember(key, known)
             return replace(known, extraction=problem)
     except WorkLost as error:
-        return Verdict(False, "", "sandbox ended", infra_failure=f"sandbox: {error}"[:1000])
+        return PatchVerdict(False, "", "sandbox ended", infra_failure=f"sandbox: {error}"[:1000])
     except SandboxError as error:
         log.warning("%s could not be graded: %s", task.instance_id, error)
         found = _suspicious(task, patch) if patch else ()
         infra = f"sandbox: {error}"
-        return Verdict(False, patch or "", "infra failure", infra_failure=infra, suspicious=found, extraction=problem)
+        return PatchVerdict(
+            False, patch or "", "infra failure", infra_failure=infra, suspicious=found, extraction=problem
+        )
 
 
-def attempt(pristine: Pristine, task: Task, settings: Settings, patch: str, *, timeout: float = TIMEOUT) -> Verdict:
+def attempt(
+    pristine: Pristine, task: Task, settings: WorkspaceSettings, patch: str, *, timeout: float = TIMEOUT
+) -> PatchVerdict:
     """Test a patch in a run of its own: earlier runs and `record` do not count, and the result is not cached.
 
     Args:
@@ -253,16 +263,16 @@ def attempt(pristine: Pristine, task: Task, settings: Settings, patch: str, *, t
         return _test(scratch, pristine, task, patch, timeout, hidden=hiding.archive(task, settings))
 
 
-def _checked(box: Box, pristine: Pristine, task: Task) -> Check | None:
+def _checked(box: RepositoryBox, pristine: Pristine, task: Task) -> RowCheck | None:
     return record.known(task, backend=box.sandbox.backend.capabilities.name, image_id=pristine.snapshot.tree.base)
 
 
 _PATCH_TOO_LARGE = f"the patch is larger than {PATCH_LIMIT:,} bytes"
-_verdicts: OrderedDict[tuple[str, str, bool, bool], Verdict] = OrderedDict()
+_verdicts: OrderedDict[tuple[str, str, bool, bool], PatchVerdict] = OrderedDict()
 _remembering = threading.Lock()
 
 
-def _remember(key: tuple[str, str, bool, bool], verdict: Verdict) -> None:
+def _remember(key: tuple[str, str, bool, bool], verdict: PatchVerdict) -> None:
     if len(verdict.patch) + len(verdict.log) > _KEPT_CHARACTERS:
         return
     with _remembering:
@@ -286,32 +296,32 @@ def _suspicious(task: Task, patch: str) -> tuple[str, ...]:
 
 
 def _test(
-    box: Box,
+    box: RepositoryBox,
     pristine: Pristine,
     task: Task,
     patch: str,
     timeout: float,
     *,
     hidden: bytes = b"",
-    checked: Check | None = None,
-) -> Verdict:
+    checked: RowCheck | None = None,
+) -> PatchVerdict:
     """Apply a patch to the pristine files, put back the hidden ones, and run the task's script there."""
     if not _stand_ready(box, pristine, task, patch, hidden):
-        return Verdict(False, patch, "patch does not apply")
+        return PatchVerdict(False, patch, "patch does not apply")
     done = _run_script(box, official().make_test_spec(task.row()).eval_script, timeout)
     printed = done.output
     if _too_much(done):
         read = f"of what the tests print at most {LOG_LIMIT:,} bytes and {LINES_LIMIT:,} lines are read"
         excerpt = f"{printed[:_EXCERPT]}\n[... {read} ...]\n{printed[-_EXCERPT:]}"
-        return Verdict(False, patch, "tests time out" if done.timed_out else "too much output", log=excerpt)
+        return PatchVerdict(False, patch, "tests time out" if done.timed_out else "too much output", log=excerpt)
     if done.timed_out:
         printed += f"\n\nTimeout error: {timeout:g} seconds exceeded."
-        return Verdict(False, patch, "tests time out", log=printed)
+        return PatchVerdict(False, patch, "tests time out", log=printed)
     return grade_log(task, printed, patch, network=box.network, checked=checked)
 
 
 def _counterchecked(
-    box: Box, pristine: Pristine, task: Task, patch: str, timeout: float, *, hidden: bytes
+    box: RepositoryBox, pristine: Pristine, task: Task, patch: str, timeout: float, *, hidden: bytes
 ) -> tuple[str, ...]:
     """Findings from a run of tests that cannot pass; see `countercheck`. Empty if there is no such run."""
     paths = [change.path for change in changes(task.test_patch) if change.path.endswith(".py") and not change.deleted]
@@ -333,7 +343,7 @@ def _counterchecked(
     return countercheck.findings(passed, changed, done.output)
 
 
-def _stand_ready(box: Box, pristine: Pristine, task: Task, patch: str, hidden: bytes) -> bool:
+def _stand_ready(box: RepositoryBox, pristine: Pristine, task: Task, patch: str, hidden: bytes) -> bool:
     """Prepare the state in which the tests are run; returns whether the patch applies."""
     box.restore(pristine.snapshot)
     box.write_file(PATCH_FILE, patch.encode("utf-8", "surrogateescape"))
@@ -343,7 +353,7 @@ def _stand_ready(box: Box, pristine: Pristine, task: Task, patch: str, hidden: b
     return True
 
 
-def _run_script(box: Box, script: str, timeout: float) -> Result:
+def _run_script(box: RepositoryBox, script: str, timeout: float) -> Result:
     box.write_file(EVAL_SCRIPT, box.localised(script).encode("utf-8", "surrogateescape"))
     # Without a network, pip's isolated builds would wait for PyPI in vain. In a variable, 0 turns the isolation off.
     offline = "" if box.network else "PIP_NO_INDEX=1 PIP_NO_BUILD_ISOLATION=0 PIP_DISABLE_PIP_VERSION_CHECK=1 "
@@ -356,7 +366,7 @@ def _too_much(done: Result) -> bool:
     return bool(done.elided) or done.output.count("\n") > LINES_LIMIT
 
 
-def _apply(box: Box) -> bool:
+def _apply(box: RepositoryBox) -> bool:
     for attempt, command in enumerate(official().apply_commands):
         if attempt:  # one that failed may have left parts behind
             box.run(f"cd {WORKDIR} && git checkout -- . ; git clean -fd")
@@ -366,7 +376,9 @@ def _apply(box: Box) -> bool:
     return box.run(f"cd {WORKDIR} && git apply --check --reverse {PATCH_FILE}").exit_code == 0
 
 
-def grade_log(task: Task, printed: str, patch: str, *, network: bool = False, checked: Check | None = None) -> Verdict:
+def grade_log(
+    task: Task, printed: str, patch: str, *, network: bool = False, checked: RowCheck | None = None
+) -> PatchVerdict:
     """Compute the official verdict on the output of a task's script.
 
     Args:
@@ -389,10 +401,10 @@ def grade_log(task: Task, printed: str, patch: str, *, network: bool = False, ch
             found = parsing.parse(str(path), request, seconds=PARSER_SECONDS)
         except parsing.ParserDied as error:
             log.warning("%s: %s", task.instance_id, error)
-            return Verdict(False, patch, "no test results", log=f"{printed[:_EXCERPT]}\n[... {error} ...]\n")
+            return PatchVerdict(False, patch, "no test results", log=f"{printed[:_EXCERPT]}\n[... {error} ...]\n")
     outcome: dict[str, Any] = found["outcome"]
     odd = tuple(found["odd"])
-    verdict = Verdict(bool(outcome["resolved"]), patch, "resolved", log=printed, suspicious=odd)
+    verdict = PatchVerdict(bool(outcome["resolved"]), patch, "resolved", log=printed, suspicious=odd)
     if verdict.resolved:
         return replace(verdict, tests_status=_status(outcome))
     status = _status(outcome)
@@ -406,7 +418,7 @@ def grade_log(task: Task, printed: str, patch: str, *, network: bool = False, ch
     return _blamed(failed, task, network=network, checked=checked)
 
 
-def _blamed(verdict: Verdict, task: Task, *, network: bool, checked: Check | None) -> Verdict:
+def _blamed(verdict: PatchVerdict, task: Task, *, network: bool, checked: RowCheck | None) -> PatchVerdict:
     """Correct a verdict by what is known of the row, on which the solution may fail too."""
     if verdict.resolved:
         return verdict

@@ -15,14 +15,14 @@ from sandboxgym.envs.swebench import mini
 from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
 from sandboxgym.envs.swebench.rows.tasks import Task, from_row
-from sandboxgym.envs.swebench.workspaces.workspace import Settings, pristine
+from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings, pristine
 
 
 def record(settings: Mapping[str, Any], *, only: Sequence[str] | None = None) -> dict[str, dict[str, Any]]:
     """Run all tasks; returns their records.
 
     Args:
-        settings: settings of the sandboxes, as `Settings` takes them.
+        settings: settings of the sandboxes, as `WorkspaceSettings` takes them.
         only: these tasks.
 
     Raises:
@@ -34,11 +34,11 @@ def record(settings: Mapping[str, Any], *, only: Sequence[str] | None = None) ->
             name = mini.instance_id_of(repository, commit)
             if name is not None and (only is None or name in only):
                 task = from_row(mini.row_of(repository, number, base_commit="HEAD"))
-                recorded[name] = _record(task, Settings(**settings))
+                recorded[name] = _record(task, WorkspaceSettings(**settings))
     return recorded
 
 
-def _record(task: Task, settings: Settings) -> dict[str, Any]:
+def _record(task: Task, settings: WorkspaceSettings) -> dict[str, Any]:
     with settings.box(task) as box:
         box.restore(pristine(task, settings).snapshot)
         base_commit = box.run(f"cd {WORKDIR} && git rev-parse HEAD").output.strip()
@@ -56,7 +56,7 @@ def _record(task: Task, settings: Settings) -> dict[str, Any]:
 _HARMLESS = "diff --git a/harmless b/harmless\nnew file mode 100644\n--- /dev/null\n+++ b/harmless\n@@ -0,0 +1 @@\n+\n"
 
 
-def _outcomes(task: Task, settings: Settings, patch: str) -> dict[str, str]:
+def _outcomes(task: Task, settings: WorkspaceSettings, patch: str) -> dict[str, str]:
     start = pristine(task, settings)
     verdict = grading.grade(start.snapshot, start, task, settings, patch=patch)
     constants = grading.official().constants

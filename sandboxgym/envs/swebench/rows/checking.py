@@ -14,10 +14,10 @@ from dataclasses import replace
 
 from sandboxgym import __version__
 from sandboxgym.envs.swebench.grading import verdict as grading
-from sandboxgym.envs.swebench.grading.verdict import Verdict
-from sandboxgym.envs.swebench.rows.record import Check
+from sandboxgym.envs.swebench.grading.verdict import PatchVerdict
+from sandboxgym.envs.swebench.rows.record import RowCheck
 from sandboxgym.envs.swebench.rows.tasks import Task
-from sandboxgym.envs.swebench.workspaces.workspace import Settings, pristine
+from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings, pristine
 
 _NO_NETWORK = re.compile(
     r"Could not resolve host|Temporary failure in name resolution|Name or service not known|Network is unreachable"
@@ -25,7 +25,7 @@ _NO_NETWORK = re.compile(
 )
 
 
-def check(task: Task, settings: Settings, *, repeat: int = 1, timeout: float = grading.TIMEOUT) -> Check:
+def check(task: Task, settings: WorkspaceSettings, *, repeat: int = 1, timeout: float = grading.TIMEOUT) -> RowCheck:
     """Check a row.
 
     Args:
@@ -60,7 +60,7 @@ def check(task: Task, settings: Settings, *, repeat: int = 1, timeout: float = g
             note = f"with the network: {other.reason}"
     with settings.box(task) as box:
         backend = box.sandbox.backend.capabilities.name
-    return Check(
+    return RowCheck(
         instance_id=task.instance_id,
         task=task.digest,
         backend=backend,
@@ -80,11 +80,11 @@ def check(task: Task, settings: Settings, *, repeat: int = 1, timeout: float = g
     )
 
 
-def _differ(verdicts: list[Verdict]) -> bool:
+def _differ(verdicts: list[PatchVerdict]) -> bool:
     return any((one.reason, one.tests_status) != (verdicts[0].reason, verdicts[0].tests_status) for one in verdicts)
 
 
-def _asks_for_network(verdict: Verdict) -> bool:
+def _asks_for_network(verdict: PatchVerdict) -> bool:
     """Tell whether the tests themselves tried to use the network; pip's attempts before them do not count."""
     constants = grading.official().constants
     tests = verdict.log.partition(constants.START_TEST_OUTPUT)[2].partition(constants.END_TEST_OUTPUT)[0]

@@ -34,7 +34,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True)
-class Repository:
+class RepositoryRecipes:
     """The harness's knowledge of a repository."""
 
     parser: str
@@ -53,8 +53,8 @@ _UTF8 = (_LANG, _ALL, "export PYTHONIOENCODING=utf8", _LANGUAGE)
 _LOCALE = ("sed -i '/en_US.UTF-8/s/^# //g' /etc/locale.gen && locale-gen", _LANG, _LANGUAGE, _ALL)
 _SETUP_PY = "python setup.py install"
 
-REPOSITORIES: dict[str, Repository] = {
-    "astropy/astropy": Repository(
+REPOSITORIES: dict[str, RepositoryRecipes] = {
+    "astropy/astropy": RepositoryRecipes(
         "parse_log_pytest_v2",
         (
             _recipe("3.0 3.1 3.2 4.1 4.2 4.3 5.0 5.1 5.2 v5.3", install="python -m pip install -e .[test] --verbose"),
@@ -65,7 +65,7 @@ REPOSITORIES: dict[str, Repository] = {
             ),
         ),
     ),
-    "django/django": Repository(
+    "django/django": RepositoryRecipes(
         "parse_log_django",
         (
             _recipe("1.4 1.5 1.6", _DJANGO, _SETUP_PY),
@@ -76,7 +76,7 @@ REPOSITORIES: dict[str, Repository] = {
         ),
         modules=True,
     ),
-    "matplotlib/matplotlib": Repository(
+    "matplotlib/matplotlib": RepositoryRecipes(
         "parse_log_matplotlib",
         (
             _recipe("3.0 3.1 3.2 3.3 3.4 3.5 3.6 3.7"),
@@ -84,15 +84,15 @@ REPOSITORIES: dict[str, Repository] = {
             _recipe("1.0 1.1 1.2 1.3 1.4 1.5 2.0 2.1 2.2", install="python setup.py build; python setup.py install"),
         ),
     ),
-    "mwaskom/seaborn": Repository(
+    "mwaskom/seaborn": RepositoryRecipes(
         "parse_log_seaborn",
         (
             _recipe("0.11", "pytest --no-header -rA"),
             _recipe("0.12 0.13 0.14", "pytest --no-header -rA", "python -m pip install -e .[dev]"),
         ),
     ),
-    "pallets/flask": Repository("parse_log_pytest", (_recipe("2.0 2.1 2.2 2.3 3.0 3.1"),)),
-    "psf/requests": Repository(
+    "pallets/flask": RepositoryRecipes("parse_log_pytest", (_recipe("2.0 2.1 2.2 2.3 3.0 3.1"),)),
+    "psf/requests": RepositoryRecipes(
         "parse_log_pytest_options",
         (
             _recipe(
@@ -102,17 +102,17 @@ REPOSITORIES: dict[str, Repository] = {
             ),
         ),
     ),
-    "pydata/xarray": Repository(
+    "pydata/xarray": RepositoryRecipes(
         "parse_log_pytest", (_recipe("0.12 0.18 0.19 0.20 2022.03 2022.06 2022.09 2023.07 2024.05"),)
     ),
-    "pylint-dev/pylint": Repository(
+    "pylint-dev/pylint": RepositoryRecipes(
         "parse_log_pytest_options", (_recipe("2.8 2.9 2.10 2.11 2.13 2.14 2.15 2.16 2.17 3.0 3.1 3.2 3.3 4.0"),)
     ),
-    "pytest-dev/pytest": Repository(
+    "pytest-dev/pytest": RepositoryRecipes(
         "parse_log_pytest",
         (_recipe("4.4 4.5 4.6 5.0 5.1 5.2 5.3 5.4 6.0 6.2 6.3 7.0 7.1 7.2 7.4 8.0 8.1 8.2 8.3 8.4"),),
     ),
-    "scikit-learn/scikit-learn": Repository(
+    "scikit-learn/scikit-learn": RepositoryRecipes(
         "parse_log_pytest_v2",
         (
             _recipe(
@@ -121,7 +121,7 @@ REPOSITORIES: dict[str, Repository] = {
             ),
         ),
     ),
-    "sphinx-doc/sphinx": Repository(
+    "sphinx-doc/sphinx": RepositoryRecipes(
         "parse_log_pytest_v2",
         (
             _recipe(
@@ -132,7 +132,7 @@ REPOSITORIES: dict[str, Repository] = {
             ),
         ),
     ),
-    "sympy/sympy": Repository(
+    "sympy/sympy": RepositoryRecipes(
         "parse_log_sympy",
         (
             _recipe(

@@ -35,7 +35,7 @@ class RecordError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
+class RowCheck:
     """Result of checking one row."""
 
     instance_id: str
@@ -82,7 +82,7 @@ def default_path() -> Path:
     return Path(named) if named else data.data_dir() / "swebench-checks.jsonl"
 
 
-def read(path: Path) -> dict[str, Check]:
+def read(path: Path) -> dict[str, RowCheck]:
     """Read the checks of a record by row; none where there is no file.
 
     Raises:
@@ -101,7 +101,7 @@ def read(path: Path) -> dict[str, Check]:
     return found
 
 
-def write(path: Path, checks: Iterable[Check]) -> None:
+def write(path: Path, checks: Iterable[RowCheck]) -> None:
     """Write checks to a record in place of earlier ones of the same rows; others stay.
 
     Raises:
@@ -115,7 +115,7 @@ def write(path: Path, checks: Iterable[Check]) -> None:
         write_atomic(path, "".join(lines).encode())
 
 
-def known(task: Task, *, backend: str, image_id: str) -> Check | None:
+def known(task: Task, *, backend: str, image_id: str) -> RowCheck | None:
     """Look up a row on an image in the environments' record; None without one, or where it cannot be read."""
     path = default_path()
     try:
@@ -127,7 +127,7 @@ def known(task: Task, *, backend: str, image_id: str) -> Check | None:
 
 
 @functools.lru_cache(maxsize=4)
-def _remembered(path: Path, *_: int) -> dict[str, Check]:
+def _remembered(path: Path, *_: int) -> dict[str, RowCheck]:
     try:
         return read(path)
     except (RecordError, OSError) as error:
@@ -138,7 +138,7 @@ def _remembered(path: Path, *_: int) -> dict[str, Check]:
 _KINDS: dict[str, type | tuple[type, ...]] = {"bool": bool, "str": str, "float": (int, float), "tuple[str, ...]": list}
 
 
-def _parsed(line: bytes, where: str) -> Check:
+def _parsed(line: bytes, where: str) -> RowCheck:
     try:
         content: Any = json.loads(line)
     except ValueError as error:
@@ -146,11 +146,11 @@ def _parsed(line: bytes, where: str) -> Check:
     if not isinstance(content, dict):
         raise RecordError(f"{where}: expected an object in JSON, found {brief(content, 60)}")
     values: dict[str, Any] = {}
-    for field in fields(Check):
+    for field in fields(RowCheck):
         if field.name not in content:
             raise RecordError(f"{where}: the field {field.name!r} is missing")
         value = content[field.name]
         if not isinstance(value, _KINDS[str(field.type)]):
             raise RecordError(f"{where}, field {field.name!r}: expected {field.type}, found {brief(value, 60)}")
         values[field.name] = tuple(map(str, value)) if isinstance(value, list) else value
-    return Check(**values)
+    return RowCheck(**values)

@@ -22,7 +22,7 @@ from sandboxgym.envs.swebench.rows.tasks import HOST, Task
 from sandboxgym.sandbox.base import FileTooLarge, Result, SandboxUnavailable
 
 if TYPE_CHECKING:
-    from sandboxgym.envs.swebench.workspaces.workspace import Box, Settings
+    from sandboxgym.envs.swebench.workspaces.workspace import RepositoryBox, WorkspaceSettings
 
 BUG_PATCH = "/tmp/.bug.patch"
 ARCHIVE = "/tmp/.hidden.tar"
@@ -70,7 +70,7 @@ SCRIPTS = (_REMEMBER, _BREAK, _SPREAD, _UNCOMPILE, _ONE_COMMIT)
 """Scripts run in an image, part of the key: files prepared by other scripts are not taken from the disk."""
 
 
-def prepare(box: Box, task: Task) -> None:
+def prepare(box: RepositoryBox, task: Task) -> None:
     """Add the bug and remove what reveals the solution, in the sandbox of an original image.
 
     Raises:
@@ -141,10 +141,10 @@ def _tail(path: str) -> str:
     return "".join("\\" + letter if letter in "\\*?[" else letter for letter in "/".join(parts[-2:]))
 
 
-_kept: OrderedDict[tuple[str, Settings], bytes] = OrderedDict()
+_kept: OrderedDict[tuple[str, WorkspaceSettings], bytes] = OrderedDict()
 
 
-def archive(task: Task, settings: Settings) -> bytes:
+def archive(task: Task, settings: WorkspaceSettings) -> bytes:
     """Archive a task's hidden files from its original image, as tar; empty if there are none.
 
     Raises:
@@ -162,7 +162,7 @@ def archive(task: Task, settings: Settings) -> bytes:
     return found
 
 
-def _collect(task: Task, settings: Settings) -> bytes:
+def _collect(task: Task, settings: WorkspaceSettings) -> bytes:
     relative = [path for path in task.hidden if not path.startswith("/")]
     lines = ["set -e", f"cd {WORKDIR}", "paths=()"]
     for path in relative:  # in an image with the bug they are in the commit before
@@ -183,7 +183,7 @@ def _collect(task: Task, settings: Settings) -> bytes:
             raise SandboxUnavailable(f"{task.instance_id}: its tests are too large: {error}") from error
 
 
-def put_back(box: Box, task: Task, archived: bytes) -> None:
+def put_back(box: RepositoryBox, task: Task, archived: bytes) -> None:
     """Put the hidden files where the tests look for them, in place of whatever is there.
 
     Raises:

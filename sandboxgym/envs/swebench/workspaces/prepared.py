@@ -34,7 +34,7 @@ from sandboxgym import serialization as durable
 from sandboxgym.errors import SnapshotError
 from sandboxgym.sandbox.base import RootFS, SandboxError
 from sandboxgym.sandbox.layers.squash import duplicate_layer, squash
-from sandboxgym.sandbox.layers.store import FILES, Layer, OverlayTree
+from sandboxgym.sandbox.layers.store import FILES, OverlayTree, StoredLayer
 from sandboxgym.sandbox.overlay.backend import OverlayBackend
 from sandboxgym.sandbox.sandbox import Sandbox
 from sandboxgym.sandbox.shell.state import ShellState
@@ -65,7 +65,7 @@ _PARTIAL, _GONE, _LOCKS = ".partial-", ".gone-", "locks"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class PreparedState:
     """Sandbox state kept under a key."""
 
     snapshot: SandboxSnapshot
@@ -74,7 +74,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class ListedState:
     """One entry in a list."""
 
     path: Path
@@ -116,7 +116,7 @@ def key(*parts: object) -> str:
     return hashlib.sha256(repr((VERSION, parts)).encode("utf-8", "surrogateescape")).hexdigest()[:40]
 
 
-def provide(name: str, sandbox: Sandbox, make: Callable[[], Stored], *, verify: bool = False) -> Stored:
+def provide(name: str, sandbox: Sandbox, make: Callable[[], PreparedState], *, verify: bool = False) -> PreparedState:
     """Load the entry of a key, making it if it is missing.
 
     Args:
@@ -154,17 +154,17 @@ def provide(name: str, sandbox: Sandbox, make: Callable[[], Stored], *, verify: 
         return found
 
 
-def listed() -> list[Entry]:
+def listed() -> list[ListedState]:
     """List the entries, the least recently used first."""
     found = []
     for path in _folders(""):
         with contextlib.suppress(OSError, ValueError):
             used = path / _USED
-            found.append(Entry(path, int(used.read_text(encoding="ascii")), used.stat().st_mtime))
+            found.append(ListedState(path, int(used.read_text(encoding="ascii")), used.stat().st_mtime))
     return sorted(found, key=lambda entry: (entry.used, entry.path.name))
 
 
-def evict(*, keep: Path | None = None) -> list[Entry]:
+def evict(*, keep: Path | None = None) -> list[ListedState]:
     """Remove the least recently used entries until the rest fits, and what killed processes left; returns them."""
     _clear_leavings()
     present = listed()
@@ -251,7 +251,7 @@ def _is_same(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _load(place: Path, sandbox: Sandbox, *, verify: bool = False) -> Stored | None:
+def _load(place: Path, sandbox: Sandbox, *, verify: bool = False) -> PreparedState | None:
     """Load an entry; None if there is none, or if it was damaged and is removed."""
     with _leased(place) as lease:
         if lease is None:
@@ -267,7 +267,7 @@ def _load(place: Path, sandbox: Sandbox, *, verify: bool = False) -> Stored | No
         return found
 
 
-def _read(place: Path, sandbox: Sandbox, lease: _Lease, *, verify: bool) -> Stored:
+def _read(place: Path, sandbox: Sandbox, lease: _Lease, *, verify: bool) -> PreparedState:
     about = _about(place)
     tree_base = sandbox.backend.base()
     try:
@@ -299,7 +299,7 @@ def _read(place: Path, sandbox: Sandbox, lease: _Lease, *, verify: bool) -> Stor
     if contents:
         with contextlib.suppress(OSError):
             write_atomic(place / _CHECKED, boot.encode())
-    return Stored(snapshot, about["notes"])
+    return PreparedState(snapshot, about["notes"])
 
 
 def _snapshot(tree: Any, about: dict[str, Any]) -> SandboxSnapshot:
@@ -329,7 +329,7 @@ def _stacked(folders: list[Path], sandbox: Sandbox, lease: _Lease) -> OverlayTre
     backend = sandbox.backend
     assert isinstance(backend, OverlayBackend)
     store = backend.runtime.store
-    layers: list[Layer] = []
+    layers: list[StoredLayer] = []
     try:
         if _can_be_shown(backend, directory()):
             for folder in folders:
@@ -350,7 +350,7 @@ def _can_be_shown(backend: OverlayBackend, folder: Path) -> bool:
     return same or not backend.private or not backend.runtime.why_not_private(RootFS("prepared", (folder,)))
 
 
-def _save(place: Path, sandbox: Sandbox, made: Stored) -> None:
+def _save(place: Path, sandbox: Sandbox, made: PreparedState) -> None:
     """Write an entry; `_alone` is held."""
     tree, shell = made.snapshot.tree, made.snapshot.shell
     about: dict[str, Any] = {

@@ -6,8 +6,8 @@
    tags and stashes that are not part of its history, reflogs, and the objects that only those held. Tags of the past
    stay, for packages that compute their version from them. Other files that reveal the solution, in the images of
    further training sets, are hidden (`hiding`).
-3. A `Box` looks the same for every backend: the repository is at ``/testbed`` in commands, files and output, even if
-   the backend has no root file system of its own.
+3. A `RepositoryBox` looks the same for every backend: the repository is at ``/testbed`` in commands, files and output,
+   even if the backend has no root file system of its own.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ EXTRACTED = "/tmp/.model.patch"
 """Directory in which `extraction` makes its patch."""
 HISTORY = "/tmp/.history"
 OWN_PATHS = (WORKDIR, PATCH_FILE, EVAL_SCRIPT, EXTRACTED, HISTORY, hiding.BUG_PATCH, hiding.ARCHIVE)
-"""Paths replaced in commands and output too, not only in arguments of `Box.read_file` and `Box.write_file`."""
+"""Paths replaced in commands and output too, not only in arguments of `read_file` and `write_file`."""
 
 _QUIET = {
     "PAGER": "cat",
@@ -124,9 +124,10 @@ NO_PIPES = """no_pipes() {
   if [ "$found" ]; then printf 'no file: %s\\n' "$found"; exit 3; fi
 }"""
 # Names and contents, with few processes; git's own hash, for any image has it. Writes nothing, and says so if it came
-# to its end: a process that could not be started leaves a part out. Where variables were set before it (`Box._told`),
-# git looks only at what can differ from the start, which gives the same text: at `paths`, and, with `base`, where the
-# index differs from that commit, the start's, or from the present one. Files whose hash is `known` are not read at all.
+# to its end: a process that could not be started leaves a part out. Where variables were set before it
+# (`RepositoryBox._told`), git looks only at what can differ from the start, which gives the same text: at `paths`,
+# and, with `base`, where the index differs from that commit, the start's, or from the present one. Files whose hash
+# is `known` are not read at all.
 _NOTHING_KNOWN = "base= paths=() known_repository= known_beside="
 _MOST_PATHS, _LONGEST = 256, 50_000
 """Limits of the script's input: number of paths, and bytes."""
@@ -217,7 +218,7 @@ _PREPARATION = hashlib.sha256(
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class WorkspaceSettings:
     """Settings shared by all sandboxes of an environment."""
 
     backend: str = "auto"
@@ -234,7 +235,7 @@ class Settings:
         """Image that a task runs on."""
         return self.image if self.image is not None and task.image == HOST else task.image
 
-    def box(self, task: Task) -> Box:
+    def box(self, task: Task) -> RepositoryBox:
         """Make a sandbox for a task, not started."""
         image = self.image_of(task)
         rootfs: str | RootFS
@@ -262,7 +263,7 @@ class Settings:
             if not image.startswith("dir:"):
                 raise
             raise TaskError(f"{task.instance_id}, image {image!r}: {error}") from error
-        return Box(sandbox, network=self.network)
+        return RepositoryBox(sandbox, network=self.network)
 
 
 @functools.cache
@@ -282,16 +283,16 @@ class Pristine:
     reference: str
     """Git tree with which the work is compared."""
     digest: tuple[str, str]
-    """`Box.digest` of the files and shell."""
+    """`RepositoryBox.digest` of the files and shell."""
     files: tuple[str, str] = ("", "")
-    """`Box.files` of the files."""
+    """`RepositoryBox.files` of the files."""
     whereabouts: tuple[str, ...] = ()
     """Commit and the relevant directories beside the repository (`_WHEREABOUTS`); empty if not simple."""
     made: bool = False
     """True if it was prepared for this object, and neither found nor made by another process meanwhile."""
 
 
-class Box(AgentBox):
+class RepositoryBox(AgentBox):
     """A sandbox that has its repository at ``/testbed``."""
 
     def __init__(self, sandbox: Sandbox, *, network: bool) -> None:
@@ -432,7 +433,7 @@ def _paths_of(changed: Sequence[str], beside: Sequence[str]) -> list[str] | None
     return list(paths) if len(paths) <= _MOST_PATHS else None
 
 
-def script(box: Box, source: str) -> str:
+def script(box: RepositoryBox, source: str) -> str:
     """Run one of our scripts in a sandbox.
 
     Raises:
@@ -447,7 +448,7 @@ def script(box: Box, source: str) -> str:
 _prepared: OrderedDict[tuple[Any, ...], Pristine] = OrderedDict()
 
 
-def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristine:
+def pristine(task: Task, settings: WorkspaceSettings, *, verify: bool = False) -> Pristine:
     """Prepare or load a task's files at the start of an episode.
 
     Args:
@@ -465,9 +466,9 @@ def pristine(task: Task, settings: Settings, *, verify: bool = False) -> Pristin
     if found is None:
         with settings.box(task) as box:
             key_on_disk = _key(box, task, settings)
-            made: list[prepared.Stored] = []
+            made: list[prepared.PreparedState] = []
 
-            def make() -> prepared.Stored:
+            def make() -> prepared.PreparedState:
                 made.append(_prepare(box, task, settings))
                 return made[0]
 
@@ -492,7 +493,7 @@ def forget_prepared() -> None:
         _prepared.popitem()[1].snapshot.release()
 
 
-def _key(box: Box, task: Task, settings: Settings) -> str:
+def _key(box: RepositoryBox, task: Task, settings: WorkspaceSettings) -> str:
     """Key of a prepared task: the image, the row, the preparation's code, the variables that its shell starts with.
 
     And on the version of the official code, which was found to be able to grade it.
@@ -511,7 +512,7 @@ def _key(box: Box, task: Task, settings: Settings) -> str:
         base.release()
 
 
-def _prepare(box: Box, task: Task, settings: Settings) -> prepared.Stored:
+def _prepare(box: RepositoryBox, task: Task, settings: WorkspaceSettings) -> prepared.PreparedState:
     from sandboxgym.envs.swebench.grading import verdict as grading
 
     grading.check_gradable(task)  # here, because it imports the official code, which takes longer than a reset
@@ -536,7 +537,7 @@ def _prepare(box: Box, task: Task, settings: Settings) -> prepared.Stored:
     digest = box.digest_of(files)
     if not digest[0]:
         raise SandboxUnavailable(f"{task.instance_id}: the repository cannot be read within 600 seconds")
-    return prepared.Stored(
+    return prepared.PreparedState(
         box.snapshot(strict=False, mode="filesystem"),
         {"instance_id": task.instance_id, "reference": reference, "digest": list(digest), "files": list(files)}
         | {"whereabouts": whereabouts},

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
-from sandboxgym.envs.webshop.session import SUB_PAGES, Place, SubPage
+from sandboxgym.envs.webshop.session import SUB_PAGES, ShopPage, SubPage
 
 _OPTION = "option."
 _SUB_PAGES: dict[str, SubPage] = {name.lower(): name for name in SUB_PAGES}
 
 
-def path_of(place: Place, sid: str) -> str:
+def path_of(place: ShopPage, sid: str) -> str:
     """Write the path and query string of a page.
 
     >>> path_of(Place("item", "red / blue", 1, "B000000000", (("size", "10 x 8"),)), "s1")
@@ -36,7 +36,7 @@ def path_of(place: Place, sid: str) -> str:
             return f"{home}/done"
 
 
-def place_of(address: str) -> tuple[str, Place] | None:
+def place_of(address: str) -> tuple[str, ShopPage] | None:
     """Parse an address to the session's name and the page; None if it is no page's, or the last one's.
 
     >>> place = Place("item", "red / blue", 1, "B000000000", (("size", '10" x 8'),))
@@ -48,15 +48,15 @@ def place_of(address: str) -> tuple[str, Place] | None:
     query, number = fields.get("q"), _number(fields.get("page", "1"))
     match names:
         case ["s", sid]:
-            return sid, Place()
+            return sid, ShopPage()
         case _ if query is None or number is None:
             return None
         case ["s", sid, "results"]:
-            return sid, Place("results", query, number)
+            return sid, ShopPage("results", query, number)
         case ["s", sid, "item", asin]:
-            return sid, Place("item", query, number, asin, tuple(options.items()))
+            return sid, ShopPage("item", query, number, asin, tuple(options.items()))
         case ["s", sid, "item", asin, sub_page] if sub_page in _SUB_PAGES:
-            return sid, Place("sub_page", query, number, asin, tuple(options.items()), _SUB_PAGES[sub_page])
+            return sid, ShopPage("sub_page", query, number, asin, tuple(options.items()), _SUB_PAGES[sub_page])
     return None
 
 

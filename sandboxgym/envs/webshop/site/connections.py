@@ -26,7 +26,15 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
-from sandboxgym.envs.webshop.site.messages import MOST_FIELDS, MOST_LINE, Refused, Request, Response, parse, problem
+from sandboxgym.envs.webshop.site.messages import (
+    MOST_FIELDS,
+    MOST_LINE,
+    Refused,
+    Response,
+    VisitorRequest,
+    parse,
+    problem,
+)
 
 log = logging.getLogger("sandboxgym")
 MOST_CONNECTIONS = 256
@@ -39,7 +47,7 @@ _LINGER_SECONDS = 1.0
 _LINGER_BYTES = 2**20
 _END = re.compile(rb"\n\r?\n")
 
-Answer = Callable[[Request, str], Response]
+Answer = Callable[[VisitorRequest, str], Response]
 """Function from a request and the visitor's address to a response."""
 
 
@@ -265,7 +273,7 @@ class Listener(socketserver.TCPServer):
             incoming.drain()
         return goes_on
 
-    def _check_name(self, request: Request, connection: socket.socket) -> None:
+    def _check_name(self, request: VisitorRequest, connection: socket.socket) -> None:
         if request.host is None:
             return
         here = plain_name(connection.getsockname()[0])

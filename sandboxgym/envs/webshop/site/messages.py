@@ -37,7 +37,7 @@ _HEADERS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class VisitorRequest:
     """A visitor's request."""
 
     method: str
@@ -94,7 +94,7 @@ def problem(status: HTTPStatus, sentence: str) -> Response:
     return Response(status, markup.problem(sentence))
 
 
-def parse(head: bytes) -> Request:
+def parse(head: bytes) -> VisitorRequest:
     r"""Parse a request from its line and fields, up to the empty line.
 
     Raises:
@@ -121,7 +121,9 @@ def parse(head: bytes) -> Request:
         raise Refused(HTTPStatus.EXPECTATION_FAILED, "Nothing else than a page can be expected here.")
     words = {word.strip().lower() for value in fields["connection"] for word in value.split(",")}
     lasting = modern and "close" not in words
-    return Request(method, target, _host(fields["host"], modern), _length(fields), bool(expected) and modern, lasting)
+    return VisitorRequest(
+        method, target, _host(fields["host"], modern), _length(fields), bool(expected) and modern, lasting
+    )
 
 
 def _fields(lines: bytes) -> defaultdict[str, list[str]]:

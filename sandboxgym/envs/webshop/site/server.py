@@ -22,12 +22,12 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Self
 
-from sandboxgym.envs.webshop.session import Place, Session
+from sandboxgym.envs.webshop.session import ShopPage, ShopState
 from sandboxgym.envs.webshop.shop import Shop
 from sandboxgym.envs.webshop.site import markup
 from sandboxgym.envs.webshop.site.addresses import path_of, place_of, split_address
 from sandboxgym.envs.webshop.site.connections import MOST_CONNECTIONS, MOST_PER_VISITOR, Listener
-from sandboxgym.envs.webshop.site.messages import Request, Response, problem
+from sandboxgym.envs.webshop.site.messages import Response, VisitorRequest, problem
 from sandboxgym.envs.webshop.site.sessions import OWNER, Sessions
 from sandboxgym.envs.webshop.views import RESULTS_PER_PAGE
 from sandboxgym.errors import SnapshotCorrupt
@@ -58,18 +58,18 @@ class Site:
 
     # The table.
 
-    def open(self, session: Session, visitor: str = OWNER) -> str:
+    def open(self, session: ShopState, visitor: str = OWNER) -> str:
         """Add a session; returns its name, which cannot be guessed."""
         sid = secrets.token_urlsafe(9)
         self.put(sid, session, visitor)
         return sid
 
-    def put(self, sid: str, session: Session, visitor: str = OWNER) -> None:
+    def put(self, sid: str, session: ShopState, visitor: str = OWNER) -> None:
         """Set a session. At `MOST_SESSIONS`, the holder of most of them loses the least recently used one."""
         with self._lock:
             self._sessions.put(sid, session, visitor, most=MOST_SESSIONS)
 
-    def session(self, sid: str) -> Session:
+    def session(self, sid: str) -> ShopState:
         """Look up a session.
 
         Raises:
@@ -85,7 +85,7 @@ class Site:
 
     # The pages.
 
-    def answer(self, request: Request, visitor: str) -> Response:
+    def answer(self, request: VisitorRequest, visitor: str) -> Response:
         """Answer a visitor's request; every failure is a page with a sentence."""
         names, fields = split_address(request.target)
         try:
@@ -144,7 +144,7 @@ class Site:
             return problem(HTTPStatus.NOT_FOUND, sentence)
         _, place = found
         if place.query is not None and not place.query.strip():
-            return _redirect(path_of(Place(), sid))
+            return _redirect(path_of(ShopPage(), sid))
         try:
             session = self._moved(known, place)
         except _NoSuchPage as error:
@@ -152,7 +152,7 @@ class Site:
         self.put(sid, session)
         return self._show(sid, session)
 
-    def _moved(self, session: Session, place: Place) -> Session:
+    def _moved(self, session: ShopState, place: ShopPage) -> ShopState:
         """Move the session to another page, which changes the products looked at as the steps to it would."""
         if place.page == "search":
             return self.shop.start(session.goal)
@@ -168,27 +168,27 @@ class Site:
         visited = session.visited
         if place.asin is not None and place.asin not in visited:
             visited = (*visited, place.asin)
-        moved = Session(session.goal, replace(place, query=searched.query), visited)
+        moved = ShopState(session.goal, replace(place, query=searched.query), visited)
         try:
             self.shop.check(moved)
         except SnapshotCorrupt as error:
             raise _NoSuchPage(str(error)) from error
         return moved
 
-    def _show(self, sid: str, session: Session) -> Response:
+    def _show(self, sid: str, session: ShopState) -> Response:
         shop = self.shop
 
         def href(name: str) -> str:
             return path_of(shop.act(session, f"click[{name}]", draw=_never).place, sid)
 
-        return Response(HTTPStatus.OK, markup.document(shop.view(session), href, home=path_of(Place(), sid)))
+        return Response(HTTPStatus.OK, markup.document(shop.view(session), href, home=path_of(ShopPage(), sid)))
 
     def _start(self, goal: str, visitor: str) -> Response:
         last = len(self.goals) - 1
         if goal and not (goal.isdecimal() and goal.isascii() and len(goal) < 10 and int(goal) <= last):
             return problem(HTTPStatus.NOT_FOUND, f"There are the tasks 0 to {last}.")
         index = self.goals[int(goal) if goal else random.randrange(last + 1)]
-        return _redirect(path_of(Place(), self.open(self.shop.start(index), visitor)))
+        return _redirect(path_of(ShopPage(), self.open(self.shop.start(index), visitor)))
 
 
 class Server:

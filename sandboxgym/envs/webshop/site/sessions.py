@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from sandboxgym.envs.webshop.session import Session
+from sandboxgym.envs.webshop.session import ShopState
 
 OWNER = ""
 """Holder of sessions that no visitor opened, those of the site's owner; bounded by the table's size only."""
@@ -21,7 +21,7 @@ class Sessions:
 
     def __init__(self) -> None:
         self._holders: dict[str, str] = {}
-        self._tables: dict[str, OrderedDict[str, Session]] = {}
+        self._tables: dict[str, OrderedDict[str, ShopState]] = {}
         """Sessions of each holder, the least recently used first."""
         self._weights: dict[str, int] = {}
         """Size of each holder's sessions."""
@@ -30,14 +30,14 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._holders)
 
-    def __getitem__(self, sid: str) -> Session:
+    def __getitem__(self, sid: str) -> ShopState:
         return self._tables[self._holders[sid]][sid]
 
-    def get(self, sid: str) -> Session | None:
+    def get(self, sid: str) -> ShopState | None:
         """Get a session; None if there is none of that name."""
         return self[sid] if sid in self._holders else None
 
-    def put(self, sid: str, session: Session, holder: str = OWNER, *, most: int) -> None:
+    def put(self, sid: str, session: ShopState, holder: str = OWNER, *, most: int) -> None:
         """Set a session, now the most recently used of its holder; a new one is the given holder's.
 
         Where there are too many, the least recently used go: of a holder who has more than `MOST_PER_HOLDER`, then of
@@ -74,5 +74,5 @@ class Sessions:
         self._total += more
 
 
-def _weight(session: Session) -> int:
+def _weight(session: ShopState) -> int:
     return 1 + (len(session.place.query or "") + sum(map(len, session.visited))) // _UNIT

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.envs.webshop.pages import SEPARATOR
-from sandboxgym.envs.webshop.session import PageType, Session
+from sandboxgym.envs.webshop.session import PageType, ShopState
 from sandboxgym.envs.webshop.shop import Shop
 from sandboxgym.envs.webshop.site.addresses import path_of
 from sandboxgym.envs.webshop.site.server import Server, Site
 from sandboxgym.envs.webshop.web import chromium
 from sandboxgym.envs.webshop.web.browser_actions import Gesture
 from sandboxgym.envs.webshop.web.chromium import BrowserError
-from sandboxgym.envs.webshop.web.shared import Lease, Leases
+from sandboxgym.envs.webshop.web.shared import Leases, SharedLease
 from sandboxgym.errors import SnapshotCorrupt
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def _is_item(item: Any) -> bool:
 class Look:
     """Result of looking at a tab."""
 
-    session: Session
+    session: ShopState
     page: PageState
     observation: str | bytes
     """Text of the page, or a screenshot as PNG."""
@@ -167,8 +167,8 @@ class Tab:
 
     def __init__(self, shop: Shop, mode: BrowserMode, viewport: tuple[int, int], executable: str) -> None:
         self._shop, self._mode, self._viewport, self._executable = shop, mode, viewport, executable
-        self._front: Lease[_Front] | None = None
-        self._chromium: Lease[chromium.Chromium] | None = None
+        self._front: SharedLease[_Front] | None = None
+        self._chromium: SharedLease[chromium.Chromium] | None = None
         self._context: BrowserContext | None = None
         self._page: Page | None = None
         self._storage = ""
@@ -182,7 +182,7 @@ class Tab:
 
     # What can be asked of it.
 
-    def show(self, session: Session, page: PageState) -> None:
+    def show(self, session: ShopState, page: PageState) -> None:
         """Restore a session and a page.
 
         Raises:
@@ -243,7 +243,7 @@ class Tab:
         assert self._chromium is not None
         return self._chromium.value.call(coroutine)
 
-    def _open(self, session: Session) -> None:
+    def _open(self, session: ShopState) -> None:
         self.close()
         try:
             self._front = _fronts.take(self._shop)
@@ -270,7 +270,7 @@ class Tab:
         self._page = await self._context.new_page()
         self._storage = storage
 
-    async def _show(self, session: Session, state: PageState) -> None:
+    async def _show(self, session: ShopState, state: PageState) -> None:
         if state.storage != self._storage or self._page is None:
             await self._renew(state.storage)
         assert self._page is not None and self._front is not None

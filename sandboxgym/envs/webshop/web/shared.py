@@ -33,7 +33,7 @@ class _Shared(Generic[V]):
     process: int = 0
 
 
-class Lease(Generic[V]):
+class SharedLease(Generic[V]):
     """The right to use a resource until `release`."""
 
     def __init__(self, shared: _Shared[V], release: Callable[[_Shared[V]], None]) -> None:
@@ -69,14 +69,14 @@ class Leases(Generic[K, V]):
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._forget)
 
-    def take(self, key: K) -> Lease[V]:
+    def take(self, key: K) -> SharedLease[V]:
         """Lease the resource of a key; made now if there is none, or none that still works."""
         with self._lock:
             shared = self._shared.get(key)
             if shared is None or not shared.value.alive:
                 shared = self._shared[key] = _Shared(self._make(key), process=os.getpid())
             shared.users += 1
-        return Lease(shared, lambda shared: self._release(key, shared))
+        return SharedLease(shared, lambda shared: self._release(key, shared))
 
     def _release(self, key: K, shared: _Shared[V]) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ from components import missing
 
 from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.rows import recipes as columns
-from sandboxgym.envs.swebench.rows.record import Check
+from sandboxgym.envs.swebench.rows.record import RowCheck
 from sandboxgym.envs.swebench.rows.tasks import Task, TaskError, TaskSet, from_row
 
 pytestmark = pytest.mark.usefixtures("official_code")
@@ -116,19 +116,19 @@ def test_reasons(log: str, reason: str) -> None:
     assert not verdict.needs_network and not verdict.infra_failure
 
 
-def checked(task: Task, **changes: Any) -> Check:
+def checked(task: Task, **changes: Any) -> RowCheck:
     """What `check` may have seen of a row."""
     seen: dict[str, Any] = {"backend": "overlay", "image": "host", "image_id": "host:1", "network": False}
     seen |= {"resolves": True, "empty_resolves": False, "needs_network": False, "flaky": False, "seconds": 1.0}
     seen |= {"gold": ("resolved",), "empty": ("tests fail",), "date": "2026-01-01", "version": "0"}
-    return Check(instance_id=task.instance_id, task=task.digest, **{**seen, **changes})
+    return RowCheck(instance_id=task.instance_id, task=task.digest, **{**seen, **changes})
 
 
 @pytest.mark.parametrize("log, otherwise", [(printed(BROKEN), "tests fail"), ("cut", "no test results")])
 def test_what_was_checked_decides_whose_fault_it_is(log: str, otherwise: str) -> None:
     task = make_task()
 
-    def graded(text: str = log, network: bool = False, **seen: Any) -> grading.Verdict:
+    def graded(text: str = log, network: bool = False, **seen: Any) -> grading.PatchVerdict:
         return grading.grade_log(task, text, "patch", network=network, checked=checked(task, **seen))
 
     assert graded().reason == otherwise

@@ -297,9 +297,9 @@ def test_what_a_sandbox_raises_is_a_verdict(
     start = env.reset(options={"task": TASK})[1]
     env.step("echo more >> README.md")
     with monkeypatch.context() as broken:
-        broken.setattr(boxes.Box, "execute", fails)
+        broken.setattr(boxes.RepositoryBox, "execute", fails)
         if again is not None:
-            broken.setattr(boxes.Box, "restore", cannot)
+            broken.setattr(boxes.RepositoryBox, "restore", cannot)
         observation, reward, terminated, _, info = env.step("true")
         assert (reward, terminated, info["verdict"], info["masked"]) == (0, True, verdict, True)
         assert info["infra_failure"].isprintable() and "\x1b" not in observation

@@ -1,4 +1,4 @@
-"""`Box.digest` only reads after something was written, and equals a digest that reads each time."""
+"""`RepositoryBox.digest` only reads after something was written, and equals a digest that reads each time."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def env(request: pytest.FixtureRequest, backend_of: Any, make_env: Maker) -> Ite
     yield make_env(**backend_of(request.param), max_episode_steps=10_000)
 
 
-def from_scratch(box: boxes.Box, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+def from_scratch(box: boxes.RepositoryBox, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     with monkeypatch.context() as forgetful:
         forgetful.setattr(type(box.sandbox), "written", lambda self, **_: None)
         return box.digest()
@@ -128,9 +128,9 @@ def until_remembered(env: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         What is read from now on.
     """
     reads: list[str] = []
-    run = boxes.Box.run
+    run = boxes.RepositoryBox.run
     monkeypatch.setattr(
-        boxes.Box, "run", lambda self, command, **more: reads.append(command) or run(self, command, **more)
+        boxes.RepositoryBox, "run", lambda self, command, **more: reads.append(command) or run(self, command, **more)
     )
     deadline = time.monotonic() + 60
     while True:

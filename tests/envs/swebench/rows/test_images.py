@@ -16,7 +16,7 @@ from envs.swebench.conftest import check_backend
 from sandboxgym.envs.swebench.rows import recipes as columns
 from sandboxgym.envs.swebench.rows.tasks import TaskSet, open_tasks
 from sandboxgym.envs.swebench.workspaces import prepared
-from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
+from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings, forget_prepared, pristine
 from sandboxgym.sandbox.base import SandboxUnavailable
 
 ID = f"pallets__flask-{10**7 + os.getpid()}"
@@ -68,7 +68,7 @@ def test_a_row_without_its_image_says_what_to_pull(backend: str, docker_image: s
     check_backend(backend)
     for task in verified:
         with pytest.raises(SandboxUnavailable, match=f"no Docker image '{task.image}' .* docker pull {task.image}"):
-            pristine(task, Settings(backend=backend))
+            pristine(task, WorkspaceSettings(backend=backend))
 
 
 @pytest.fixture(scope="module")

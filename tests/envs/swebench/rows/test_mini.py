@@ -79,12 +79,12 @@ def new_file(path: str, line: str) -> str:
 
 def check_verdicts(task: Task, arguments: dict[str, Any]) -> None:
     from sandboxgym.envs.swebench.grading import verdict as grading
-    from sandboxgym.envs.swebench.workspaces.workspace import Settings, pristine
+    from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings, pristine
 
-    settings = Settings(**arguments)
+    settings = WorkspaceSettings(**arguments)
     start = pristine(task, settings)
 
-    def verdict(patch: str) -> grading.Verdict:
+    def verdict(patch: str) -> grading.PatchVerdict:
         return grading.grade(start.snapshot, start, task, settings, patch=patch, timeout=120, counterchecked=True)
 
     gold = verdict(task.patch)

@@ -13,10 +13,10 @@ import pytest
 from sandboxgym.envs.swebench import mini
 from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.rows import checking, record
-from sandboxgym.envs.swebench.rows.record import Check
+from sandboxgym.envs.swebench.rows.record import RowCheck
 from sandboxgym.envs.swebench.rows.tasks import Task
 from sandboxgym.envs.swebench.workspaces import workspace as boxes
-from sandboxgym.envs.swebench.workspaces.workspace import Settings
+from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings
 
 TASK = next(iter(mini.tasks()))
 
@@ -28,11 +28,11 @@ def own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def a_check(name: str = "a__b-1", **changes: Any) -> Check:
+def a_check(name: str = "a__b-1", **changes: Any) -> RowCheck:
     seen: dict[str, Any] = {"backend": "overlay", "image": "host", "image_id": "host:1", "network": False}
     seen |= {"resolves": True, "empty_resolves": False, "needs_network": False, "flaky": False, "seconds": 1.0}
     seen |= {"gold": ("resolved",), "empty": ("tests fail",), "date": "2026-01-01", "version": "0"}
-    return Check(**{"instance_id": name, "task": "digest", **seen, **changes})
+    return RowCheck(**{"instance_id": name, "task": "digest", **seen, **changes})
 
 
 def test_lines_are_replaced_and_others_stay(own_record: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_check_is_of_one_row_on_one_image(own_record: Path) -> None:
 def test_rows_are_what_they_are_found_to_be(
     own_record: Path, quick_backend: dict[str, Any], make_env: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    settings = Settings(**quick_backend)
+    settings = WorkspaceSettings(**quick_backend)
     good = checking.check(TASK, settings, repeat=2)
     assert good.resolves and not good.broken and not good.flaky and not good.needs_network
     assert not good.empty_resolves and good.gold == ("resolved",) * 2 and good.empty == ("tests fail",) * 2
@@ -113,19 +113,19 @@ def test_a_solution_that_resolves_with_the_network_only_needs_it(monkeypatch: py
     """Without a network on this machine: what the runs find is given."""
     answers: dict[tuple[bool, bool], list[str]] = {}
 
-    def attempt(_: Any, task: Task, settings: Settings, patch: str, **__: Any) -> grading.Verdict:
+    def attempt(_: Any, task: Task, settings: WorkspaceSettings, patch: str, **__: Any) -> grading.PatchVerdict:
         reason = answers[bool(patch), settings.network].pop(0)
         printed = ""
         if reason == "asks":
             constants = grading.official().constants
             printed = f"{constants.START_TEST_OUTPUT}\ngetaddrinfo failed\n{constants.END_TEST_OUTPUT}"
             reason = "tests fail"
-        return grading.Verdict(reason == "resolved", patch, reason, log=printed)
+        return grading.PatchVerdict(reason == "resolved", patch, reason, log=printed)
 
     monkeypatch.setattr(grading, "attempt", attempt)
-    settings = Settings(backend="auto", allow_unsafe=True)
+    settings = WorkspaceSettings(backend="auto", allow_unsafe=True)
 
-    def seen(gold: list[str], connected: list[str], empty: list[str] | None = None) -> Check:
+    def seen(gold: list[str], connected: list[str], empty: list[str] | None = None) -> RowCheck:
         nothing = ["tests fail"] * len(gold) if empty is None else empty
         answers.update({(True, False): gold, (True, True): connected, (False, False): nothing})
         return checking.check(TASK, settings, repeat=len(gold))

@@ -219,7 +219,7 @@ class Log:
     generalised = localised
 
 
-def graded(printed: bytes) -> grading.Verdict:
+def graded(printed: bytes) -> grading.PatchVerdict:
     from sandboxgym.envs.swebench.mini import tasks
 
     return grading._test(Log(printed), type("P", (), {"snapshot": None}), tasks()[0], "patch", 1.0)  # type: ignore[arg-type]
@@ -281,5 +281,5 @@ def test_kept_verdicts_are_bounded_in_all(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(grading, "_verdicts", type(grading._verdicts)())
     monkeypatch.setattr(grading, "_KEPT_CHARACTERS", 1000)
     for number in range(50):
-        grading._remember((str(number), "", False), grading.Verdict(False, "p" * 50, "tests fail", log="l" * 50))
+        grading._remember((str(number), "", False), grading.PatchVerdict(False, "p" * 50, "tests fail", log="l" * 50))
     assert list(grading._verdicts)[-1][0] == "49" and len(grading._verdicts) == 10

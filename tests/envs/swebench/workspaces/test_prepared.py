@@ -20,7 +20,7 @@ from sandboxgym.envs.swebench import mini
 from sandboxgym.envs.swebench.rows.tasks import Task, TaskError
 from sandboxgym.envs.swebench.workspaces import prepared
 from sandboxgym.envs.swebench.workspaces import workspace as boxes
-from sandboxgym.envs.swebench.workspaces.workspace import Settings, pristine
+from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings, pristine
 from sandboxgym.sandbox.base import SandboxUnavailable
 
 ROOT = Path(__file__).parents[4]
@@ -28,7 +28,7 @@ TASKS = list(mini.tasks())
 CHILD = """
 import sys
 from sandboxgym.envs.swebench import mini; from sandboxgym.envs.swebench.workspaces import prepared, workspace as boxes
-settings, tasks = boxes.Settings(backend={backend!r}, allow_unsafe=True), list(mini.tasks())
+settings, tasks = boxes.WorkspaceSettings(backend={backend!r}, allow_unsafe=True), list(mini.tasks())
 def refused(*_):
     raise SystemExit("it is prepared again")
 def look(task):
@@ -83,7 +83,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     names: list[str] = []
     prepare = boxes._prepare
 
-    def counted(box: boxes.Box, task: Task, settings: Settings) -> prepared.Stored:
+    def counted(box: boxes.RepositoryBox, task: Task, settings: WorkspaceSettings) -> prepared.PreparedState:
         names.append(task.instance_id)
         return prepare(box, task, settings)
 
@@ -92,8 +92,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @pytest.fixture
-def settings(quick_backend: dict[str, Any]) -> Settings:
-    return Settings(**quick_backend)
+def settings(quick_backend: dict[str, Any]) -> WorkspaceSettings:
+    return WorkspaceSettings(**quick_backend)
 
 
 @pytest.mark.slow
@@ -102,8 +102,8 @@ def test_another_process_takes_what_was_prepared(
     backend: str, backend_of: Callable[[str], dict[str, Any]], own_cache: Path, made: list[str]
 ) -> None:
     check_backend(backend)
-    settings = Settings(**backend_of(backend))
-    code = "boxes._prepare = refused\n" + (f"settings = boxes.Settings(**{backend_of(backend)!r})\n")
+    settings = WorkspaceSettings(**backend_of(backend))
+    code = "boxes._prepare = refused\n" + (f"settings = boxes.WorkspaceSettings(**{backend_of(backend)!r})\n")
     first = pristine(TASKS[0], settings)
     answer = answered(child(own_cache, backend, code + "print(*look(tasks[0]))"))
     assert answer.split() == ["##", "main", TASKS[0].base_commit]
@@ -127,7 +127,9 @@ def test_another_process_takes_what_was_prepared(
     assert len(made) == 1
 
 
-def test_other_settings_and_other_rows_are_other_entries(settings: Settings, own_cache: Path, made: list[str]) -> None:
+def test_other_settings_and_other_rows_are_other_entries(
+    settings: WorkspaceSettings, own_cache: Path, made: list[str]
+) -> None:
     pristine(TASKS[0], settings)
     pristine(TASKS[0], replace(settings, env=(("A", "b"),)))
     pristine(replace(TASKS[0], problem_statement="another"), settings)
@@ -135,7 +137,7 @@ def test_other_settings_and_other_rows_are_other_entries(settings: Settings, own
     assert len(made) == 3 and len(entries(own_cache)) == 3
 
 
-def test_two_processes_prepare_a_task_once(own_cache: Path, settings: Settings) -> None:
+def test_two_processes_prepare_a_task_once(own_cache: Path, settings: WorkspaceSettings) -> None:
     code = """
 prepare = boxes._prepare
 def counted(*arguments):
@@ -162,7 +164,7 @@ print(look(tasks[1])[-1], flush=True)
 
 @pytest.mark.parametrize("moment", ["_prepare", "_save", "_read"])
 def test_a_killed_preparer_leaves_nothing_half_made(
-    moment: str, own_cache: Path, settings: Settings, made: list[str]
+    moment: str, own_cache: Path, settings: WorkspaceSettings, made: list[str]
 ) -> None:
     code = f"""
 import time
@@ -209,7 +211,7 @@ DAMAGES: dict[str, Callable[[Path], Any]] = {
 
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_entry_is_made_again(
-    damage: str, settings: Settings, own_cache: Path, made: list[str], caplog: pytest.LogCaptureFixture
+    damage: str, settings: WorkspaceSettings, own_cache: Path, made: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     check_backend("overlay" if os.geteuid() == 0 else "overlay-rootless")
     digest = pristine(TASKS[0], settings).digest
@@ -228,7 +230,7 @@ def test_a_damaged_entry_is_made_again(
 
 
 def test_contents_are_compared_after_a_boot_and_when_asked(
-    settings: Settings, own_cache: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+    settings: WorkspaceSettings, own_cache: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_backend("overlay" if os.geteuid() == 0 else "overlay-rootless")
     pristine(TASKS[0], settings)
@@ -245,7 +247,7 @@ def test_contents_are_compared_after_a_boot_and_when_asked(
 
 
 def test_what_was_not_used_for_longest_goes_but_not_what_is_used(
-    settings: Settings, own_cache: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
+    settings: WorkspaceSettings, own_cache: Path, made: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [replace(TASKS[0], problem_statement=f"{number}") for number in range(4)]  # of one size
     names: list[str] = []
@@ -273,7 +275,7 @@ def test_what_was_not_used_for_longest_goes_but_not_what_is_used(
 
 
 def test_the_bound_is_a_number_and_none_keeps_nothing(
-    settings: Settings, own_cache: Path, monkeypatch: pytest.MonkeyPatch
+    settings: WorkspaceSettings, own_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(prepared.VARIABLE, "much")
     with pytest.raises(ValueError, match="SANDBOXGYM_PREPARED_GB: expected a number of gigabytes, found 'much'"):
@@ -286,7 +288,7 @@ def test_the_bound_is_a_number_and_none_keeps_nothing(
 
 
 def test_a_cache_that_cannot_be_written_is_done_without_and_said_once(
-    settings: Settings, tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
+    settings: WorkspaceSettings, tmp_path: Path, made: list[str], monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setattr(prepared, "directory", lambda: tmp_path / "file" / "prepared")
@@ -298,7 +300,7 @@ def test_a_cache_that_cannot_be_written_is_done_without_and_said_once(
     assert str(tmp_path / "file") in said[0]
 
 
-def test_what_cannot_be_prepared_leaves_nothing(settings: Settings, own_cache: Path) -> None:
+def test_what_cannot_be_prepared_leaves_nothing(settings: WorkspaceSettings, own_cache: Path) -> None:
     with pytest.raises(TaskError, match="column 'base_commit': 'host' has no commit"):
         pristine(replace(TASKS[0], history="", base_commit="0" * 40), settings)
     for wrong in ({"base_commit": "0" * 40}, {"base_commit": "zzz"}, {"history": "zzz"}):
@@ -310,7 +312,7 @@ def test_what_cannot_be_prepared_leaves_nothing(settings: Settings, own_cache: P
 
 
 @pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no second file system")
-def test_a_cache_on_another_file_system(own_cache: Path, settings: Settings) -> None:
+def test_a_cache_on_another_file_system(own_cache: Path, settings: WorkspaceSettings) -> None:
     """Layers cannot be linked there, and perhaps not be mounted with other ids."""
     check_backend("overlay" if os.geteuid() == 0 else "overlay-rootless")
     pristine(TASKS[0], settings)

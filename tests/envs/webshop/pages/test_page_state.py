@@ -9,7 +9,7 @@ import pytest
 
 from sandboxgym import SnapshotCorrupt
 from sandboxgym import serialization as durable
-from sandboxgym.envs.webshop.session import Place, Session
+from sandboxgym.envs.webshop.session import ShopPage, ShopState
 from sandboxgym.envs.webshop.web.browser_page import PageState
 
 COOKIE = {"name": "a", "value": "b", "domain": "127.0.0.1", "path": "/visitor", "expires": -1, "httpOnly": False}
@@ -76,11 +76,11 @@ def test_places_that_no_page_has_are_corrupt(values: Any) -> None:
     "junk", [None, 2**5000, -(2**5000), [[[]]], {"a": 1}, b"x", "x" * 10**5], ids=lambda j: type(j).__name__
 )
 def test_a_session_with_a_field_of_another_kind_is_corrupt_or_comes_back(field: int, junk: Any) -> None:
-    values = durable.unpack(Session(1, Place("results", "lamp", 1)).encode())
+    values = durable.unpack(ShopState(1, ShopPage("results", "lamp", 1)).encode())
     assert len(values) == 13
     values[field] = junk
     try:
-        session = Session.decode(durable.pack(values))
+        session = ShopState.decode(durable.pack(values))
     except SnapshotCorrupt as error:
         assert len(str(error)) < 1000
     else:

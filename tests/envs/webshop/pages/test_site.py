@@ -17,7 +17,7 @@ from little_shop import LAMP, MUG, RACK, goal_of, shop_in, write
 
 from sandboxgym.envs.webshop import pages
 from sandboxgym.envs.webshop.pages import SELECTED, SEPARATOR
-from sandboxgym.envs.webshop.session import Place, Session
+from sandboxgym.envs.webshop.session import ShopPage, ShopState
 from sandboxgym.envs.webshop.shop import Shop, open_shop
 from sandboxgym.envs.webshop.site import markup, server
 from sandboxgym.envs.webshop.site.addresses import path_of, place_of
@@ -118,11 +118,11 @@ class Visitor:
         return response
 
     @property
-    def session(self) -> Session:
+    def session(self) -> ShopState:
         return self.site.session(self.sid)
 
 
-def random_actions(shop: Shop, session: Session, rng: random.Random) -> Iterator[tuple[str, Session]]:
+def random_actions(shop: Shop, session: ShopState, rng: random.Random) -> Iterator[tuple[str, ShopState]]:
     for _ in range(25):
         commands = list(shop.page(session).commands)
         if not commands or (commands == ["click[buy now]"]):
@@ -185,7 +185,7 @@ def test_a_page_tells_nothing_of_the_goal_but_its_instruction(shop: Shop, site: 
             bodies = []
             for goal in (mine, other):
                 place = session.place
-                site.put("same", Session(goal, place if place.page == "done" else Place(), session.visited))
+                site.put("same", ShopState(goal, place if place.page == "done" else ShopPage(), session.visited))
                 body = site.get(path_of(place, "same")).body
                 body = body.replace(markup.escape(shop.goals[goal].instruction), "INSTRUCTION")
                 body = re.sub(r'(<output id="reward" data-t>)[\d.]+', r"\1", body)
@@ -300,20 +300,20 @@ BROKEN = {
 
 @pytest.mark.parametrize("address", BROKEN)
 def test_what_is_not_there_is_a_page_that_says_so(site: Site, address: str) -> None:
-    site.put("me", Session(0))
+    site.put("me", ShopState(0))
     response = site.get(address)
     assert response.status == HTTPStatus.NOT_FOUND and BROKEN[address] in response.body
-    assert "Traceback" not in response.body and site.session("me") == Session(0)
+    assert "Traceback" not in response.body and site.session("me") == ShopState(0)
 
 
 def test_only_a_product_can_be_bought(site: Site) -> None:
-    site.put("me", Session(0))
+    site.put("me", ShopState(0))
     assert site.post("/s/me/results?q=mug").status == HTTPStatus.CONFLICT
     assert site.post("/s/me").status == HTTPStatus.CONFLICT
     assert site.post("/s/nobody/item/x?q=y").status == HTTPStatus.NOT_FOUND
     assert site.post(f"/s/me/item/{RACK}?q=y&option.size=huge").status == HTTPStatus.NOT_FOUND
     assert site.post("/start").status == HTTPStatus.NOT_FOUND
-    assert site.session("me") == Session(0)
+    assert site.session("me") == ShopState(0)
 
 
 def test_attributes_are_there_if_the_shop_shows_them(directory: Path) -> None:

@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from little_shop import shop_in, write
 
-from sandboxgym.envs.webshop.session import Place, Session
+from sandboxgym.envs.webshop.session import ShopPage, ShopState
 from sandboxgym.envs.webshop.shop import Shop
 from sandboxgym.envs.webshop.site import connections, server, sessions
 from sandboxgym.envs.webshop.site.messages import MOST_FIELDS, MOST_FORM, MOST_LINE, Refused, parse
@@ -453,16 +453,16 @@ def test_one_address_cannot_end_the_visits_of_others(shop: Shop, monkeypatch: py
 def test_who_has_most_gives_way() -> None:
     table = Sessions()
     for number in range(4):
-        table.put(f"a{number}", Session(number), "a", most=6)
+        table.put(f"a{number}", ShopState(number), "a", most=6)
     for number in range(4):
-        table.put(f"b{number}", Session(number), "b", most=6)
+        table.put(f"b{number}", ShopState(number), "b", most=6)
     assert [sid for sid in ("a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3") if table.get(sid)] == [
         *("a1", "a2", "a3"),
         *("b1", "b2", "b3"),
     ]
-    table.put("a1", Session(9), "b", most=6)  # is used, and stays whose it was
-    table.put("c0", Session(0), "c", most=6)
-    table.put("c1", Session(1), "c", most=6)
+    table.put("a1", ShopState(9), "b", most=6)  # is used, and stays whose it was
+    table.put("c0", ShopState(0), "c", most=6)
+    table.put("c1", ShopState(1), "c", most=6)
     assert len(table) == 6 and table.get("a1") and not table.get("a2")
 
 
@@ -470,15 +470,15 @@ def test_a_holder_is_bounded_and_the_owner_is_not(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sessions, "MOST_PER_HOLDER", 3)
     table = Sessions()
     for number in range(9):
-        table.put(f"a{number}", Session(0), "a", most=100)
-        table.put(f"o{number}", Session(0), most=100)
+        table.put(f"a{number}", ShopState(0), "a", most=100)
+        table.put(f"o{number}", ShopState(0), most=100)
     assert sum(table.get(f"a{number}") is not None for number in range(9)) == 3
     assert sum(table.get(f"o{number}") is not None for number in range(9)) == 9
 
 
 def test_very_long_keywords_count_as_more_than_one_visit() -> None:
     table = Sessions()
-    long = Session(0, replace(Place(), page="results", query="x" * 50_000, number=1))
+    long = ShopState(0, replace(ShopPage(), page="results", query="x" * 50_000, number=1))
     for number in range(1000):
         table.put(f"a{number}", long, "a", most=10_000)
     assert 10 < len(table) <= 20
@@ -492,7 +492,7 @@ def test_the_table_forgets_what_goes() -> None:
         if rng.random() < 0.3:
             table.pop(sid)
         else:
-            table.put(sid, Session(rng.randrange(9)), f"h{rng.randrange(5)}", most=30)
+            table.put(sid, ShopState(rng.randrange(9)), f"h{rng.randrange(5)}", most=30)
         assert len(table) == sum(table._weights.values()) == table._total <= 30
     for number in range(60):
         table.pop(f"s{number}")
