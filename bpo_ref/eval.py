@@ -247,7 +247,7 @@ def _main(argv: Sequence[str] | None) -> None:
     import torch
 
     from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
-    from bpo_ref.sampling.chat import ChatFormat
+    from bpo_ref.sampling.chat_format import ChatFormat
     from bpo_ref.sampling.policy import ChatPolicy
 
     settle_cpu(args.threads)

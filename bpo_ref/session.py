@@ -50,13 +50,13 @@ from bpo_ref.learning.models import (
 )
 from bpo_ref.lookahead import check_prompt
 from bpo_ref.run_log import RunLog, Stage, described_failures, tracking, write_report
-from bpo_ref.running import colocated, folder, journals, processes, servers
+from bpo_ref.running import colocated, folder, journals, run_processes, servers
 from bpo_ref.running.console import StageProgress, header, model_line, say, say_from_signal
 from bpo_ref.running.environments import first_info, gives_key, opened
 from bpo_ref.running.launcher import stop_with_launcher
 from bpo_ref.running.resuming import MAY_CHANGE, check_settings
 from bpo_ref.sampling.backends import make_backend
-from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.chat_format import ChatFormat
 from bpo_ref.sampling.driver import by_itself, driver_line
 from bpo_ref.sampling.engine import EngineError
 from bpo_ref.sampling.masks import VERDICTS
@@ -121,7 +121,7 @@ class TrainingSession:
             )
         settle_cpu(args.threads)
         self.out = Path(args.out)
-        processes.all_refuse(self.accelerator, lambda: folder.refusal(args))
+        run_processes.all_refuse(self.accelerator, lambda: folder.refusal(args))
         self.envs = opened(args, "env_kwargs")
         try:
             self.eval_envs = opened(args, "eval_kwargs")
@@ -165,7 +165,7 @@ class TrainingSession:
                 )
             self.args = args = replace(args, long_rows="whole")
         self.out.mkdir(parents=True, exist_ok=True)
-        processes.check_shared(self.out, self.accelerator, self.gather)
+        run_processes.check_shared(self.out, self.accelerator, self.gather)
         self._take_out()
         self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
         self.scores: dict[str, Score] = {}
@@ -181,7 +181,7 @@ class TrainingSession:
         if self.accelerator.is_main_process:
             folder.write_settings(self.out, given, args, processes=self.accelerator.num_processes)
         resumed = f"{saved['stage']} step {saved['step']}" if saved is not None else ""
-        device, count = processes.device_name(self.accelerator), self.accelerator.num_processes
+        device, count = run_processes.device_name(self.accelerator), self.accelerator.num_processes
         self.say(header(args, device=device, processes=count, resumed=resumed))
         if line := driver_line(args):
             self.say(line)
@@ -590,7 +590,7 @@ class TrainingSession:
         found = servers.Servers(publisher, self.accelerator, sharded=self.strategy.sharded, sleeps=sleeps, own=own)
         try:
             compare = partial(servers.difference, publisher.fleet, args, self.tokenizer, self.chat, sleeps=sleeps)
-            processes.all_refuse(self.accelerator, compare)
+            run_processes.all_refuse(self.accelerator, compare)
             if own is not None:
                 found.left()  # asleep before the optimizer is made
         except BaseException:
@@ -713,7 +713,7 @@ class TrainingSession:
                 shutil.rmtree(self.out / journals.FOLDER, ignore_errors=True)  # of a run that was killed at once
             return None
 
-        processes.all_refuse(self.accelerator, take)
+        run_processes.all_refuse(self.accelerator, take)
 
     def say(self, text: str) -> None:
         """Print a text once, in the first process only."""

@@ -56,7 +56,7 @@ from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.run_log import batch_metrics, batch_totals, rollout_costs, success_of, write_samples
 from bpo_ref.running.ahead import Ahead, Sampled
 from bpo_ref.running.exits import exits_for_errors
-from bpo_ref.running.progress import learning_rate_factor, position
+from bpo_ref.running.run_progress import learning_rate_factor, position
 from bpo_ref.sampling.driver import by_itself, roll_out
 from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import forward

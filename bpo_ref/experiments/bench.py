@@ -36,7 +36,7 @@ from bpo_ref.config import read_config
 from bpo_ref.eval import make_env
 from bpo_ref.learning import packing
 from bpo_ref.learning.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer
-from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.chat_format import ChatFormat
 from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy
 from bpo_ref.schedules import make_schedule

@@ -28,7 +28,7 @@ from bpo_ref.learning.models import eos_ids, load_policy, settle_cpu
 from bpo_ref.lookahead import LookAhead, scored
 from bpo_ref.running.environments import envs_of, gives_key
 from bpo_ref.running.resuming import MAY_CHANGE
-from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.chat_format import ChatFormat
 from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy

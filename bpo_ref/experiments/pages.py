@@ -25,8 +25,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bpo_ref.experiments import registered
-from bpo_ref.experiments.archive import unpack
 from bpo_ref.experiments.plots import Plot
+from bpo_ref.experiments.study_archive import unpack
 from bpo_ref.experiments.tables import beside, efficiency, grouped, overhead, summary, write
 
 MARK = re.compile(r"(<!-- table: ([^>]+?) -->\n).*?(<!-- end of table -->)", re.DOTALL)

@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
 
-from bpo_ref.experiments.archive import pack
 from bpo_ref.experiments.plots import Metric, Plot
+from bpo_ref.experiments.study_archive import pack
 from bpo_ref.experiments.tables import write
 from bpo_ref.running.folder import holds_run, resumable
 
@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the runs; writes OUT-table.md and OUT.png")
     parser.add_argument("--metric", choices=get_args(Metric), default="success", help="metric to compare variants by")
     parser.add_argument(
-        "--data", type=Path, help="write the numbers behind the tables to this file (bpo_ref.experiments.archive)"
+        "--data", type=Path, help="write the numbers behind the tables to this file (bpo_ref.experiments.study_archive)"
     )
     parser.add_argument("--dry-run", action="store_true", help="print the commands and do nothing")
     arguments = parser.parse_args(given[: given.index("--")] if "--" in given else given)

@@ -3,7 +3,7 @@
     python -m bpo_ref.compare --out runs/study-tables runs/study/*-seed*
 
 Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes the
-numbers behind the tables to one file (`experiments/archive.py`), which can replace the folders: it is small enough to
+numbers behind the tables to one file (`experiments/study_archive.py`), which can replace the folders: it is small enough to
 be committed beside a table, and reproduces it. Metrics, as the BPO paper defines them:
 
 - steps, tokens and seconds to 90 % of the best baseline's final success, and steps to GRPO's: from the start, at the
@@ -34,8 +34,8 @@ from typing import Any, get_args
 
 import numpy as np
 
-from bpo_ref.experiments.archive import pack, start_of, unpacked
 from bpo_ref.experiments.plots import PLOTS, Metric, Plot, by_label, read_scores
+from bpo_ref.experiments.study_archive import pack, start_of, unpacked
 
 Groups = Mapping[str, Sequence["Finished"]]  # runs by label
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from bpo_ref.config import ConfigError
 from bpo_ref.running.colocated import OwnServer
-from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.chat_format import ChatFormat
 from bpo_ref.sampling.engine import Engine, EngineError, Expected
 from bpo_ref.sampling.served import Fleet
 from bpo_ref.sampling.vllm import NCCL_DEVICES, VllmEngine

@@ -15,7 +15,7 @@ import gymnasium as gym
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.packing import common_prefix
 from bpo_ref.sampling.backends import Conversations, SamplingBackend
-from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.chat_format import ChatFormat
 from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import Generation
 from sandboxgym.adapters.prompts import Exchange, Prompt

@@ -15,7 +15,7 @@ from dataclasses import asdict
 from functools import cache
 
 from sandboxgym.attack.attempt import Attempt, AttemptOutcome, NotApplicable, Verdict
-from sandboxgym.attack.image import own_image
+from sandboxgym.attack.docker_image import own_image
 from sandboxgym.attack.prober import ProberLost
 from sandboxgym.attack.report import AttackReport, machine_facts
 from sandboxgym.attack.stage import FULL, Stage
@@ -142,7 +142,7 @@ def _side_by_side(backends: Sequence[str], only: str, image: str | None, tell: T
 def _worker(backend: str, part: str, only: str, image: str | None, tell: Told) -> str:
     """Run an attacking program for a part of the attempts; returns why the backend is not available, if it is not."""
     waiting = {attempt.name: attempt for attempt in chosen(backend, only, part)}
-    command = interpreter.module_command("sandboxgym.attack.worker", backend, part, only, image or "")
+    command = interpreter.module_command("sandboxgym.attack.attacker", backend, part, only, image or "")
     environment = interpreter.environment()
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) as process:
         assert process.stdout is not None

@@ -26,7 +26,7 @@ import gymnasium as gym
 from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.bench.alfworld import GameTimes
-from sandboxgym.bench.tools import page
+from sandboxgym.bench.tools import result_page
 from sandboxgym.bench.webshop import Play, play, random_plays, recorded
 from sandboxgym.conformance.supervision.processes import descendants
 from sandboxgym.core import Snapshot
@@ -326,8 +326,8 @@ def measure(setting: BrowserSetting, load: float) -> Table:
             raise SystemExit(f"expected an episode of more than {DEEP} steps, found none; increase --plays")
         goal, actions = deep[0]
         lines = [
-            f"{page.machine(described(env))}; load {load:.1f} at the start. Catalogue {Path(setting.catalogue).name}, "
-            f"seed {setting.seed}. Compare within this page only.",
+            f"{result_page.machine(described(env))}; load {load:.1f} at the start. "
+            f"Catalogue {Path(setting.catalogue).name}, seed {setting.seed}. Compare within this page only.",
             "",
             f"From nothing to the first page, the browser's start included: {opening.mean:.1f} s.",
             "",
@@ -373,7 +373,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         measured = measure(BrowserSetting(**arguments), os.getloadavg()[0])
     except DependencyNotInstalled as error:
         raise SystemExit(f"the browser is not available here: {error}") from error
-    page.publish([*page.head("WebShop in a real browser", "browser", argv), *measured], target)
+    result_page.publish([*result_page.head("WebShop in a real browser", "browser", argv), *measured], target)
 
 
 if __name__ == "__main__":

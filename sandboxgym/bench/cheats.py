@@ -33,7 +33,7 @@ from typing import Any
 import gymnasium as gym
 
 import sandboxgym  # noqa: F401 - registers the ids
-from sandboxgym.bench.tools import cheat_cases, page, small_image
+from sandboxgym.bench.tools import cheat_cases, result_page, small_image
 from sandboxgym.bench.tools.cheat_cases import Cheat, cases
 from sandboxgym.envs.swebench.grading import suspicion
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
@@ -313,13 +313,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     false_alarms = honest([*(open_tasks(arguments.rows) if arguments.rows else ()), *open_tasks("mini")])
     for repository in arguments.repository:
         false_alarms += commits(repository)
-    heading, *command = page.head("Cheats on SWE-bench", "cheats", argv)
+    heading, *command = result_page.head("Cheats on SWE-bench", "cheats", argv)
     lines = [
         heading,
         "",
         INTRODUCTION,
         *command,
-        page.machine(f"sandboxes: {arguments.backend}"),
+        result_page.machine(f"sandboxes: {arguments.backend}"),
         "",
         *summary(outcomes),
         *false_alarms,
@@ -332,7 +332,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     ):
         if shown:
             lines += [f"## {title}", "", *table(shown), ""]
-    page.publish(lines, arguments.write)
+    result_page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 
-from sandboxgym.bench.tools import page
+from sandboxgym.bench.tools import result_page
 from sandboxgym.bench.tools.traces import Folder, Traces
 from sandboxgym.sandbox.backends import NAMES
 from sandboxgym.sandbox.base import Limits, SandboxClosed, SandboxFull, SandboxUnavailable
@@ -353,8 +353,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(lose_the_daemon(rootfs) if fault == "daemon" else suffer(fault, backend, rootfs)))
         return
     lines = [
-        *page.head("Sandboxes: faults", "faults", argv),
-        f"{page.machine()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}.",
+        *result_page.head("Sandboxes: faults", "faults", argv),
+        f"{result_page.machine()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}.",
         "",
         "Each fault happens to real sandboxes in a process of its own. The last column counts what belonged to it: the",
         "most while it ran, and what was left after it ended, or, where it was killed, after the next one started.",
@@ -362,7 +362,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
         *tables(arguments.backends, arguments.image, arguments.kills),
     ]
-    page.publish(lines, arguments.write)
+    result_page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

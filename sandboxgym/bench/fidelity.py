@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sandboxgym.bench.tools import page
+from sandboxgym.bench.tools import result_page
 from sandboxgym.conformance.checks.sandbox.probes import ABSENT, DISTURBED, KEPT, LEAKED, LOST, Session, measure
 from sandboxgym.conformance.harness.scenario import Scene
 from sandboxgym.conformance.sandbox_probes import process_state
@@ -212,8 +212,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", metavar="FILE", help="file to write the page to")
     arguments = parser.parse_args(argv)
     lines = [
-        *page.head("Sandboxes: what a snapshot keeps", "fidelity", argv),
-        f"{page.machine()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}.",
+        *result_page.head("Sandboxes: what a snapshot keeps", "fidelity", argv),
+        f"{result_page.machine()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}.",
         "",
         "Each cell is the worst of what the probes of its row showed: after a restore, in forks, in a sibling, in",
         "another sandbox; with the files frozen (only an idle shell runs), and copied (something runs beside it).",
@@ -226,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
         *matrix(arguments.backends, arguments.image),
     ]
-    page.publish(lines, arguments.write)
+    result_page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

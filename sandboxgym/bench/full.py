@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from sandboxgym.bench.sandbox import Times, memory_of, why_no_docker
-from sandboxgym.bench.tools import page
+from sandboxgym.bench.tools import result_page
 from sandboxgym.sandbox.overlay.backend import REPLACED, OverlayBackend, criu_checkpointer
 from sandboxgym.sandbox.sandbox import LAZY_PAGES, Sandbox, make_sandbox
 
@@ -285,10 +285,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     if reason := checkpointer.why_not_lazy():
         raise SystemExit(f"memory cannot be loaded on demand here: {reason}")
     few = max(3, arguments.repeats // 3)
-    where = f"{page.machine(f'CRIU {checkpointer.version()}')}; load {os.getloadavg()[0]:.1f} at the start."
+    where = f"{result_page.machine(f'CRIU {checkpointer.version()}')}; load {os.getloadavg()[0]:.1f} at the start."
     table, rows = works(arguments.repeats)
     lines = [
-        *page.head("Full snapshots: sandboxes forked with what runs in them", "full", argv),
+        *result_page.head("Full snapshots: sandboxes forked with what runs in them", "full", argv),
         f"{where} Compare within this page only.",
         "",
         *table,
@@ -305,7 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "",
         *against_docker(arguments.image, few),
     ]
-    page.publish(lines, arguments.write)
+    result_page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from sandboxgym.bench.tools import against, cost, page
+from sandboxgym.bench.tools import against, cost, result_page
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.base import RootFS
 from sandboxgym.sandbox.files.rootfs import resolve
@@ -373,8 +373,9 @@ def _compare(parser: argparse.ArgumentParser, arguments: argparse.Namespace, arg
     shown = ["CHECKOUT" if word == arguments.against else word.replace(arguments.against, "CHECKOUT") for word in given]
     rootfs = f"docker:{arguments.image}" if arguments.image else "host"
     lines = [
-        *page.head("Sandboxes: two checkouts", "sandbox", shown),
-        f"{page.machine()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}; load {os.getloadavg()[0]:.1f}.",
+        *result_page.head("Sandboxes: two checkouts", "sandbox", shown),
+        f"{result_page.machine()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}; "
+        f"load {os.getloadavg()[0]:.1f}.",
         "",
         *against.tables(
             other,
@@ -385,7 +386,7 @@ def _compare(parser: argparse.ArgumentParser, arguments: argparse.Namespace, arg
             boxes=boxes,
         ),
     ]
-    page.publish(lines, arguments.write)
+    result_page.publish(lines, arguments.write)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -421,16 +422,17 @@ def main(argv: Sequence[str] | None = None) -> None:
     reason = why_no_docker(image)
     rootfs = resolve("host" if reason else f"docker:{image}")
     lines = [
-        *page.head("Sandboxes: snapshots, commands, memory", "sandbox", argv),
-        f"{page.machine()}; {'root' if os.geteuid() == 0 else 'rootless'}; load {os.getloadavg()[0]:.1f} at the start. "
-        "Compare within this page only." + (f" Without Docker: {reason}." if reason else ""),
+        *result_page.head("Sandboxes: snapshots, commands, memory", "sandbox", argv),
+        f"{result_page.machine()}; {'root' if os.geteuid() == 0 else 'rootless'}; "
+        f"load {os.getloadavg()[0]:.1f} at the start. Compare within this page only."
+        + (f" Without Docker: {reason}." if reason else ""),
         "",
         *snapshot_tables(rootfs, None if reason else image, arguments.repeats),
         *commands(rootfs, None if reason else image, 5 * arguments.repeats),
         *nested(rootfs, arguments.nested),
         *memory(rootfs, arguments.boxes),
     ]
-    page.publish(lines, arguments.write)
+    result_page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

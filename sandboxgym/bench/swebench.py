@@ -34,8 +34,8 @@ import gymnasium as gym
 
 import sandboxgym
 from sandboxgym.bench.sandbox import Times, why_no_docker
-from sandboxgym.bench.tools import page
-from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.bench.tools import result_page
+from sandboxgym.cli.support.printing import nbytes_text
 from sandboxgym.envs.swebench import mini
 from sandboxgym.envs.swebench.grading import parsing
 from sandboxgym.envs.swebench.grading import verdict as grading
@@ -559,14 +559,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         seconds=arguments.seconds,
     )
     lines = [
-        *page.head("SWE-bench: steps, resets, snapshots and verdicts on a large repository", "swebench", argv),
-        f"{page.machine()}; load {load:.1f} at the start. {arguments.files:,} files of code, {COMMITS + 1} commits. "
+        *result_page.head("SWE-bench: steps, resets, snapshots and verdicts on a large repository", "swebench", argv),
+        f"{result_page.machine()}; load {load:.1f} at the start. {arguments.files:,} files of code, "
+        f"{COMMITS + 1} commits. "
         "Of two n the first is of preparing and of new processes. Snapshot, restore and fork count until the next "
         "step, `true`, was made. Compare within this page only.",
         "",
         *found,
     ]
-    page.publish(lines, arguments.write)
+    result_page.publish(lines, arguments.write)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from sandboxgym import registration
 from sandboxgym.cli import FAILED, OK, USAGE, CommandError
 from sandboxgym.cli.support.doctor_checks import PROBES
-from sandboxgym.cli.support.terminal import Screen
+from sandboxgym.cli.support.printing import Screen
 from sandboxgym.system.findings import Finding
 
 _COLOURS = {"ok": "green", "limited": "yellow", "missing": "dim"}

@@ -21,8 +21,8 @@ from typing import Any
 from sandboxgym import data
 from sandboxgym.cli import OK, USAGE, CommandError
 from sandboxgym.cli.environments import import_modules
+from sandboxgym.cli.support.printing import nbytes_text
 from sandboxgym.cli.support.progress import progress
-from sandboxgym.cli.support.terminal import nbytes_text
 from sandboxgym.cli.support.transfer import ChecksumMismatch, TransferError, TransferProgress, fetch, forget, sha256
 from sandboxgym.cli.support.unpack import UnsafeArchive, merge, unpack
 from sandboxgym.data import DataFile

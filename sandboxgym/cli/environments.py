@@ -19,7 +19,7 @@ from gymnasium.envs.registration import EnvSpec, load_env_creator
 from sandboxgym import data
 from sandboxgym.arguments import parse_arguments
 from sandboxgym.cli import OK, USAGE, CommandError
-from sandboxgym.cli.support.terminal import Screen
+from sandboxgym.cli.support.printing import Screen
 from sandboxgym.core import SnapshotSpec, constructor_signature
 from sandboxgym.registration import card_of, check_arguments, is_wrapped, registered_id, similar_id
 from sandboxgym.system.modules import import_named

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sandboxgym.cli import OK, CommandError
-from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.cli.support.printing import nbytes_text
 
 if TYPE_CHECKING:
     from sandboxgym.workers.fleet_status import FleetStatus, Owner

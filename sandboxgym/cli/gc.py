@@ -16,7 +16,7 @@ from pathlib import Path
 from sandboxgym import data
 from sandboxgym.cli import FAILED, OK
 from sandboxgym.cli.download import LOCK, SCRATCH
-from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.cli.support.printing import nbytes_text
 from sandboxgym.registration import caches as cache_directories
 from sandboxgym.registration import cards, data_sets, hook
 from sandboxgym.system import run_directories

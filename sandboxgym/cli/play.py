@@ -24,7 +24,7 @@ from gymnasium import spaces
 from sandboxgym.cli import INTERRUPTED, OK, CommandError
 from sandboxgym.cli.environments import add_kwargs, find_spec, import_modules, make, parse_kwargs
 from sandboxgym.cli.support.history import CannotGo, Exploration, HistoryNode, draw
-from sandboxgym.cli.support.terminal import Screen
+from sandboxgym.cli.support.printing import Screen
 from sandboxgym.errors import SnapshotError
 from sandboxgym.registration import card_of
 from sandboxgym.spaces import Unicode

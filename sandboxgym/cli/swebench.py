@@ -25,10 +25,10 @@ from pathlib import Path
 from typing import Any
 
 from sandboxgym.cli import FAILED, OK, CommandError
+from sandboxgym.cli.support.printing import harmless, nbytes_text
 from sandboxgym.cli.support.progress import progress
 from sandboxgym.cli.support.swebench_jobs import EvaluationJob, JobAnswer, carry_out
-from sandboxgym.cli.support.terminal import harmless, nbytes_text
-from sandboxgym.envs.swebench.rows import record
+from sandboxgym.envs.swebench.rows import check_record
 from sandboxgym.envs.swebench.rows.tasks import HOST, DataNotFound, Task, TaskError, TaskNotFound, open_tasks
 from sandboxgym.sandbox import backends
 from sandboxgym.sandbox.agent import arguments
@@ -97,7 +97,10 @@ def _parser() -> argparse.ArgumentParser:
         "--report", action="store_true", help="run nothing: print a table of the records, for all rows or these"
     )
     check.add_argument(
-        "--record", type=Path, metavar="FILE", help=f"default: ${record.VARIABLE}, else a file beside the data sets"
+        "--record",
+        type=Path,
+        metavar="FILE",
+        help=f"default: ${check_record.VARIABLE}, else a file beside the data sets",
     )
     return parser
 
@@ -163,11 +166,11 @@ def _report(failed: list[JobAnswer]) -> int:
     return FAILED if failed else OK
 
 
-def _recorded(options: argparse.Namespace) -> tuple[Path, dict[str, record.RowCheck]]:
-    path = options.record or record.default_path()
+def _recorded(options: argparse.Namespace) -> tuple[Path, dict[str, check_record.RowCheck]]:
+    path = options.record or check_record.default_path()
     try:
-        return path, record.read(path)
-    except (record.RecordError, OSError) as error:
+        return path, check_record.read(path)
+    except (check_record.RecordError, OSError) as error:
         raise CommandError(harmless(str(error))) from error
 
 
@@ -185,7 +188,7 @@ def _print_recorded(options: argparse.Namespace) -> int:
     return FAILED if missing else OK
 
 
-def report(checks: Sequence[record.RowCheck]) -> list[str]:
+def report(checks: Sequence[check_record.RowCheck]) -> list[str]:
     """Records of rows in Markdown: a table, and a list of rows for each known property."""
     lines = [
         "| row | the solution | no change | seconds | backend | image | checked |",
@@ -213,7 +216,7 @@ def report(checks: Sequence[record.RowCheck]) -> list[str]:
     return lines
 
 
-def _facts(check: record.RowCheck) -> dict[str, bool]:
+def _facts(check: check_record.RowCheck) -> dict[str, bool]:
     """Known properties of a row, by their description."""
     return {
         "needs network": check.needs_network,
@@ -235,17 +238,17 @@ def _check(options: argparse.Namespace, tasks: list[Task]) -> int:
             failed.append(answer)
             continue
         content = {**answer.result, "gold": tuple(answer.result["gold"]), "empty": tuple(answer.result["empty"])}
-        seen = record.RowCheck(**content)
+        seen = check_record.RowCheck(**content)
         try:
-            record.write(path, [seen])
-        except (record.RecordError, OSError) as error:
+            check_record.write(path, [seen])
+        except (check_record.RecordError, OSError) as error:
             raise CommandError(harmless(f"nothing can be recorded: {error}")) from error
         print(harmless(f"{seen.instance_id}: {_told(seen)}"), flush=True)
     print(f"{len(tasks) - len(failed)} checked, {len(failed)} failed; recorded in {path}")
     return _report(failed)
 
 
-def _told(seen: record.RowCheck) -> str:
+def _told(seen: check_record.RowCheck) -> str:
     if seen.needs_network:
         gold = "the solution needs the network"
     else:

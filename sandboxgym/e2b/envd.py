@@ -25,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from sandboxgym.brief import brief
-from sandboxgym.e2b import files
+from sandboxgym.e2b import file_system
 from sandboxgym.e2b.commands import Command, end_input, signal, start
 from sandboxgym.e2b.connect import LONGEST_STREAM, ServiceCall, ServiceError, ServiceMethod, body_of, chunks_of, serve
 from sandboxgym.e2b.messages import Message
@@ -173,7 +173,7 @@ class _Session:
         if "pty" in message:
             raise ServiceError("unimplemented", "terminals are not served: start the command without pty")
         config = message.get("process", {})
-        home = files.home_of(self.user)
+        home = file_system.home_of(self.user)
         env = {
             "USER": posixpath.basename(home),
             "LOGNAME": posixpath.basename(home),
@@ -287,27 +287,27 @@ class _Session:
     # The file system
 
     def _path(self, call: ServiceCall, name: str = "path") -> str:
-        return files.inside(call.message.get(name), self.user)
+        return file_system.inside(call.message.get(name), self.user)
 
     async def stat(self, call: ServiceCall) -> Message:
         """Describe one entry of the file system."""
-        return {"entry": await self._use(files.entry, self._path(call))}
+        return {"entry": await self._use(file_system.entry, self._path(call))}
 
     async def list_directory(self, call: ServiceCall) -> Message:
         """List the entries of a directory."""
-        return {"entries": await self._use(files.entries, self._path(call), call.message.get("depth", 1))}
+        return {"entries": await self._use(file_system.entries, self._path(call), call.message.get("depth", 1))}
 
     async def make_directory(self, call: ServiceCall) -> Message:
         """Make a directory."""
-        return {"entry": await self._use(files.make_directory, self._path(call))}
+        return {"entry": await self._use(file_system.make_directory, self._path(call))}
 
     async def move(self, call: ServiceCall) -> Message:
         """Rename an entry."""
-        return {"entry": await self._use(files.move, self._path(call, "source"), self._path(call, "destination"))}
+        return {"entry": await self._use(file_system.move, self._path(call, "source"), self._path(call, "destination"))}
 
     async def remove(self, call: ServiceCall) -> Message:
         """Remove an entry."""
-        await self._use(files.remove, self._path(call))
+        await self._use(file_system.remove, self._path(call))
         return {}
 
     async def create_watcher(self, call: ServiceCall) -> Message:
@@ -315,7 +315,7 @@ class _Session:
         if len(self.box.watchers) >= MOST_WATCHERS:
             raise ServiceError("resource_exhausted", f"expected at most {MOST_WATCHERS} watchers")
         path, recursive = self._path(call), call.message.get("recursive", False)
-        found = await self._use(files.listing, path, recursive=recursive)
+        found = await self._use(file_system.listing, path, recursive=recursive)
         name = secrets.token_hex(8)
         self.box.watchers[name] = (path, recursive, found)
         return {"watcherId": name}
@@ -330,10 +330,10 @@ class _Session:
         """Changes in a directory since it was asked last."""
         name = self._watcher(call)
         path, recursive, before = self.box.watchers[name]
-        after = await self._use(files.listing, path, recursive=recursive)
+        after = await self._use(file_system.listing, path, recursive=recursive)
         if name in self.box.watchers:
             self.box.watchers[name] = (path, recursive, after)
-        return {"events": files.changes(before, after)}
+        return {"events": file_system.changes(before, after)}
 
     async def remove_watcher(self, call: ServiceCall) -> Message:
         """Forget a watcher."""
@@ -343,14 +343,14 @@ class _Session:
     async def watch(self, call: ServiceCall) -> AsyncIterator[Message]:
         """Stream what changes in a directory."""
         path, recursive = self._path(call), call.message.get("recursive", False)
-        before = await self._use(files.listing, path, recursive=recursive)
+        before = await self._use(file_system.listing, path, recursive=recursive)
         yield {"start": {}}
         end = time.monotonic() + (LONGEST_STREAM if call.seconds is None else call.seconds)
         quiet = time.monotonic()
         while time.monotonic() < end:
             await asyncio.sleep(_LOOKS)
-            after = await self._use(files.listing, path, recursive=recursive)
-            for event in files.changes(before, after):
+            after = await self._use(file_system.listing, path, recursive=recursive)
+            for event in file_system.changes(before, after):
                 yield {"filesystem": event}
                 quiet = time.monotonic()
             before = after
@@ -393,7 +393,7 @@ async def _files(request: Request, service: Service, box: LiveSandbox) -> Respon
     try:
         if writes:
             return JSONResponse([_info(path) for path in await _upload(request, service, box, user)])
-        path = files.inside(query.get("path"), user)
+        path = file_system.inside(query.get("path"), user)
         async with service.using(box) as sandbox:
             data = await service.work(_read, sandbox, path)
         return Response(data, media_type="application/octet-stream")
@@ -465,7 +465,7 @@ async def _upload(request: Request, service: Service, box: LiveSandbox, user: st
         found = [(path, data)]
     else:
         raise ServiceError("invalid_argument", f"Content-Type: expected multipart/form-data, found {brief(kind, 80)}")
-    paths = [files.inside(name, user) for name, _ in found]
+    paths = [file_system.inside(name, user) for name, _ in found]
     async with service.using(box) as sandbox:
         for name, (_, data) in zip(paths, found, strict=True):
             await service.work(_write, sandbox, name, data)

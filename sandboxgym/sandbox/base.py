@@ -28,7 +28,7 @@ from sandboxgym.sandbox.layers.written import Written
 from sandboxgym.system import run_directories
 
 if TYPE_CHECKING:
-    from sandboxgym.sandbox.shell.session import Shell
+    from sandboxgym.sandbox.shell.bash_session import Shell
 
 CONTROL = "/run/.sandboxgym"
 """Path of the control directory inside (`Backend.control`), except for backends without isolation."""

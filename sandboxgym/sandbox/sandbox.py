@@ -46,8 +46,8 @@ from sandboxgym.sandbox.base import (
 )
 from sandboxgym.sandbox.layers.written import Written
 from sandboxgym.sandbox.shell.aftermath import Moment, births_of, end_started, started_since
+from sandboxgym.sandbox.shell.bash_session import Interaction, Shell, is_dying
 from sandboxgym.sandbox.shell.exec import KEEPING, Stop, collect
-from sandboxgym.sandbox.shell.session import Interaction, Shell, is_dying
 from sandboxgym.sandbox.shell.state import ShellState
 from sandboxgym.sandbox.snapshot import VERSION, SandboxSnapshot
 

@@ -20,7 +20,7 @@ from sandboxgym import cli, data
 from sandboxgym.cli import doctor, environments, passing
 from sandboxgym.cli.doctor import summary
 from sandboxgym.cli.support import doctor_checks
-from sandboxgym.cli.support.terminal import Screen
+from sandboxgym.cli.support.printing import Screen
 from sandboxgym.core import SnapshotSpec
 from sandboxgym.registration import card_of, data_set
 from sandboxgym.system.findings import Finding

@@ -233,7 +233,7 @@ def test_wrong_usage_is_told_apart(run, arguments, message):
 
 
 def test_official_games_are_opened_as_the_environment_does(run, tmp_path, server, monkeypatch):
-    from sandboxgym.envs.alfworld.games.generate import generate_game
+    from sandboxgym.envs.alfworld.games.generated import generate_game
 
     name = "json_2.1.1/valid_seen/pick_and_place_simple-Mug/trial/game.tw-pddl"
     server.content["json_2.1.2_tw-pddl.zip"] = zipped({name: generate_game("train", 0)})

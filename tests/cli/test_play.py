@@ -15,7 +15,7 @@ import sandboxgym
 from sandboxgym import Unicode
 from sandboxgym.cli.play import Player, parse_action
 from sandboxgym.cli.support.history import CannotGo, Exploration, draw
-from sandboxgym.cli.support.terminal import Screen
+from sandboxgym.cli.support.printing import Screen
 
 
 def statuses(out: str) -> list[str]:

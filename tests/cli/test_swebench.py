@@ -21,9 +21,9 @@ from components import missing
 
 from sandboxgym.cli import swebench
 from sandboxgym.cli.support import swebench_jobs
-from sandboxgym.cli.support.terminal import harmless
+from sandboxgym.cli.support.printing import harmless
 from sandboxgym.envs.swebench import mini
-from sandboxgym.envs.swebench.rows import record
+from sandboxgym.envs.swebench.rows import check_record
 from sandboxgym.envs.swebench.workspaces import prepared
 
 ROOT = Path(__file__).parents[2]
@@ -210,12 +210,12 @@ def test_what_is_seen_is_recorded_and_only_the_rest_is_done_again(run, tmp_path,
     path = tmp_path / "seen.jsonl"
     status, out, _ = run("swebench", "check", ROWS[0], *UNSAFE, "--repeat", "2", "--record", str(path))
     assert status == 0 and f"{ROWS[0]}: the solution resolves; no change does not (" in out
-    (seen,) = record.read(path).values()
+    (seen,) = check_record.read(path).values()
     assert seen.resolves and seen.gold == ("resolved", "resolved") and seen.backend == "copy" and seen.seconds > 0
     status, out, _ = run("swebench", "check", ROWS[0], *UNSAFE, "--missing", "--record", str(path))
     assert status == 0 and "0 checked, 0 failed" in out
     status, out, _ = run("swebench", "check", "b-1", "--dataset", str(rows_file), *UNSAFE, "--record", str(path))
-    assert status == 1 and "failed: a__b-1" in out and list(record.read(path)) == [ROWS[0]]
+    assert status == 1 and "failed: a__b-1" in out and list(check_record.read(path)) == [ROWS[0]]
     status, out, _ = run("swebench", "check", "--report", "--record", str(path))
     assert status == 0 and out.startswith("| row |") and f"| {ROWS[0]} | resolved | tests fail |" in out
     path.write_text("{")
@@ -223,7 +223,7 @@ def test_what_is_seen_is_recorded_and_only_the_rest_is_done_again(run, tmp_path,
 
 
 def checked(name, **more):
-    usual = record.RowCheck(
+    usual = check_record.RowCheck(
         **dict.fromkeys(("task", "image_id"), "sha256:0123456789abcdef"),
         **dict.fromkeys(("network", "empty_resolves", "needs_network", "flaky"), False),
         instance_id=name,
@@ -244,7 +244,7 @@ def test_the_report_says_what_is_recorded_and_runs_nothing(run, tmp_path):
     status, out, _ = run("swebench", "check", "--report", "--record", str(path))
     assert status == 0 and "nothing is recorded in" in out
     failed = {"resolves": False, "gold": ("tests fail",)}
-    record.write(
+    check_record.write(
         path,
         [
             checked("a__a-1"),

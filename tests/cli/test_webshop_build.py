@@ -10,8 +10,8 @@ import pytest
 from sandboxgym.cli import CommandError
 from sandboxgym.cli.support.webshop_build import main
 from sandboxgym.envs.webshop.catalogues import catalogue as catalogues
-from sandboxgym.envs.webshop.catalogues import store
-from sandboxgym.envs.webshop.catalogues.generate import write_files
+from sandboxgym.envs.webshop.catalogues import memory_mapped
+from sandboxgym.envs.webshop.catalogues.generated import write_files
 from sandboxgym.envs.webshop.retrieval import index_build, search
 
 
@@ -28,7 +28,7 @@ def test_what_a_large_catalogue_needs_is_built_and_shown_once(
     assert "60 products" in first.out and "synthetic goals" in first.out and "cache" in first.out
     assert main(["build", str(tmp_path / "data")]) == 0
     assert capsys.readouterr().err == ""
-    for module in (store, index_build):
+    for module in (memory_mapped, index_build):
         monkeypatch.setattr(module, "made_once", lambda path, make, *, look, **_: look())  # all is there
     env = gym.make("sandboxgym/WebShop-v0", catalogue=str(tmp_path / "data"))
     env.reset(seed=0)

@@ -107,11 +107,11 @@ HOMES: dict[Callable[[ast.AST], bool], dict[str, str]] = {
         "sandboxgym/sandbox/files/rootfs.py": "unpacks an image that the user chose, with owners and links",
         "sandboxgym/sandbox/docker/archive.py": "layers that the Docker daemon saved",
         "sandboxgym/sandbox/images/pull.py": "writes an image as the Docker daemon loads it",
-        "sandboxgym/sandbox/docker/files.py": "single files, as the Docker daemon transfers them",
+        "sandboxgym/sandbox/docker/container_files.py": "single files, as the Docker daemon transfers them",
         "sandboxgym/cli/support/unpack.py": "unpacks data sets, plain files alone",
         "sandboxgym/envs/harbor/dockerfile.py": "packs what a Dockerfile copies, for the sandbox to unpack",
         "sandboxgym/adapters/harbor.py": "unpacks a folder of a sandbox, by tarfile's own filter",
-        "sandboxgym/attack/image.py": "makes an image",
+        "sandboxgym/attack/docker_image.py": "makes an image",
         "sandboxgym/bench/swebench.py": "makes an image",
     },
     copies_exactly: {

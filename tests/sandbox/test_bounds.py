@@ -125,8 +125,8 @@ def test_a_file_of_proc_that_never_ends_is_read_to_the_limit(box: Sandbox) -> No
 
 
 def test_programs_that_were_replaced_do_not_hold_the_owner(docker_image: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sandboxgym.sandbox.docker import container_files as docker_files
     from sandboxgym.sandbox.docker import exec as docker_exec
-    from sandboxgym.sandbox.docker import files as docker_files
 
     with make_sandbox("docker", rootfs=f"docker:{docker_image}") as sandbox:
         before = sandbox.snapshot()

@@ -234,7 +234,7 @@ STARTERS = {
     "sandboxgym/sandbox/overlay/runtime.py": "the zygote, isolated by its own command line",
     "sandboxgym/sandbox/copy/backend.py": "the folder of the interpreter, for PATH",
     "sandboxgym/sandbox/files/rootfs.py": "the paths of the interpreter, for binds",
-    "sandboxgym/attack/image.py": "the paths of the interpreter, for an image",
+    "sandboxgym/attack/docker_image.py": "the paths of the interpreter, for an image",
     "sandboxgym/bench/tools/small_image.py": "the paths of the interpreter, for an image",
     "sandboxgym/bench/swebench.py": "times a bare start, isolated",
     "sandboxgym/attack/limits.py": "isolated, in place of any program of the machine",

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from sandboxgym.bench.sandbox import Times
-from sandboxgym.bench.tools import page
+from sandboxgym.bench.tools import result_page
 from sandboxgym.sandbox.overlay.backend import criu_checkpointer
 from sandboxgym.sandbox.sandbox import LAZY_PAGES, Sandbox, make_sandbox
 from sandboxgym.system import interpreter
@@ -131,9 +131,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         ("the same, until each copy has run a command", served[1]),
     ]
     lines = [
-        *page.head(f"{number} live forks of a sandbox with a process of {size} MiB", "e2b", argv),
-        f"{page.machine(about)}; load {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end. Compare within "
-        "this page only.",
+        *result_page.head(f"{number} live forks of a sandbox with a process of {size} MiB", "e2b", argv),
+        f"{result_page.machine(about)}; load {load:.1f} at the start, {os.getloadavg()[0]:.1f} at the end. "
+        "Compare within this page only.",
         "",
         f"| until every copy finds the process alive ({repeats} times) | ms, min / p50 / p95 | per fork, ms | "
         f"at most {WANTED:g} s |",
@@ -143,7 +143,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         each = "" if times is whole[0] else f"{times.median * 1e3 / number:.1f}"
         kept = "" if times is whole[0] else "kept" if times.median <= WANTED else "more"
         lines.append(f"| {what} | {times} | {each} | {kept} |")
-    page.publish(lines, options.write)
+    result_page.publish(lines, options.write)
 
 
 if __name__ == "__main__":

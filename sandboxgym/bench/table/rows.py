@@ -180,9 +180,9 @@ def _opened(options: Options) -> Iterator[Pair]:
 
 def _goals(options: Options) -> Iterator[Pair]:
     """Goals of a stored catalogue, whose draws of prices and price caps are kept, against the draws made again."""
-    from sandboxgym.envs.webshop.catalogues.generate import write_files
+    from sandboxgym.envs.webshop.catalogues.generated import write_files
+    from sandboxgym.envs.webshop.catalogues.memory_mapped import open_store
     from sandboxgym.envs.webshop.catalogues.official_data import find_files
-    from sandboxgym.envs.webshop.catalogues.store import open_store
     from sandboxgym.envs.webshop.goals import SyntheticGoals
 
     with tempfile.TemporaryDirectory(prefix="sandboxgym-bench-") as folder:

@@ -22,7 +22,7 @@ from typing import Any
 from sandboxgym.bench.table.compare import TableError, read, summary
 from sandboxgym.bench.table.measure import Measured, all_rows, measure
 from sandboxgym.bench.table.row import Options
-from sandboxgym.bench.tools import page
+from sandboxgym.bench.tools import result_page
 from sandboxgym.bench.tools.against import HERE, revision
 
 FORMAT = 1
@@ -119,7 +119,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except TableError as error:
             parser.error(str(error))
     else:
-        head = {"machine": page.machine(), "commit": revision(HERE), "seconds": arguments.seconds}
+        head = {"machine": result_page.machine(), "commit": revision(HERE), "seconds": arguments.seconds}
         head["load"] = os.getloadavg()[0]
         found = _measured(parser, arguments)
     if arguments.json:
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         NOTE,
         MORE,
     ]
-    page.publish(lines, arguments.write)
+    result_page.publish(lines, arguments.write)
     return int(any(row.reason and row.reason.startswith("ended with") for row in found.values()))
 
 

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from sandboxgym import data, registration
-from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.cli.support.printing import nbytes_text
 from sandboxgym.system import interpreter, run_directories
 from sandboxgym.system.findings import Finding, Status, package_version
 

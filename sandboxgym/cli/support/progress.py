@@ -6,7 +6,7 @@ import sys
 import time
 from typing import Any, TextIO
 
-from sandboxgym.cli.support.terminal import nbytes_text
+from sandboxgym.cli.support.printing import nbytes_text
 
 SECONDS = 5.0
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from gymnasium.error import DependencyNotInstalled
 
 from sandboxgym.cli import OK, CommandError
+from sandboxgym.cli.support.printing import harmless, nbytes_text
 from sandboxgym.cli.support.progress import progress
-from sandboxgym.cli.support.terminal import harmless, nbytes_text
 from sandboxgym.data import cache_dir
 from sandboxgym.envs.webshop.catalogues import catalogue as catalogues
+from sandboxgym.envs.webshop.catalogues.memory_mapped import open_store
 from sandboxgym.envs.webshop.catalogues.official_data import find_files
-from sandboxgym.envs.webshop.catalogues.store import open_store
 from sandboxgym.envs.webshop.retrieval import search
 from sandboxgym.envs.webshop.retrieval.analysis import check_installed
 from sandboxgym.envs.webshop.retrieval.index_build import IndexingFailed

@@ -14,9 +14,9 @@ from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
 from sandboxgym.core import Transition
 from sandboxgym.envs.alfworld.card import CARD
-from sandboxgym.envs.alfworld.engine import EngineName, GameEngine, load, snapshot_spec
 from sandboxgym.envs.alfworld.expert import Expert
 from sandboxgym.envs.alfworld.game import Game, GameState, GoalProgress
+from sandboxgym.envs.alfworld.game_engine import EngineName, GameEngine, load, snapshot_spec
 from sandboxgym.envs.alfworld.games.library import GameLibrary, GameNotFound, GameRef, instruction_of, open_library
 from sandboxgym.envs.alfworld.solver import least_commands, shortest_plan
 from sandboxgym.envs.alfworld.textworld_engine import TextWorldState

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Literal, NamedTuple
 
-from sandboxgym.envs.webshop.session import Compat
+from sandboxgym.envs.webshop.shop_state import Compat
 
 _UPSTREAM = re.compile(r"(.+)\[(.+)\]")
 _DEFAULT = re.compile(r"\s*(search|click)\s*\[(.+)\]", re.IGNORECASE)

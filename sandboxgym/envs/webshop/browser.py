@@ -21,8 +21,8 @@ from sandboxgym.core import SnapshotSpec, Transition
 from sandboxgym.envs.webshop.card import BROWSER_CARD
 from sandboxgym.envs.webshop.env import HARMLESS, WebShopEnv
 from sandboxgym.envs.webshop.goals import Kind, Split
-from sandboxgym.envs.webshop.session import ShopState
 from sandboxgym.envs.webshop.shop import Tagger
+from sandboxgym.envs.webshop.shop_state import ShopState
 from sandboxgym.envs.webshop.web import browser_actions
 from sandboxgym.envs.webshop.web.browser_page import BrowserMode, Look, PageState, Tab
 from sandboxgym.envs.webshop.web.chromium import BrowserError, chosen_executable

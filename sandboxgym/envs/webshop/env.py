@@ -17,9 +17,9 @@ from sandboxgym.envs.webshop.card import CARD
 from sandboxgym.envs.webshop.expert import Expert
 from sandboxgym.envs.webshop.goals import Goal, Kind, Split
 from sandboxgym.envs.webshop.goals import split as split_of
-from sandboxgym.envs.webshop.pages import ObservationMode
-from sandboxgym.envs.webshop.session import Compat, ShopState
 from sandboxgym.envs.webshop.shop import Shop, Tagger, open_shop
+from sandboxgym.envs.webshop.shop_state import Compat, ShopState
+from sandboxgym.envs.webshop.text_pages import ObservationMode
 from sandboxgym.spaces import Unicode
 from sandboxgym.task_env import Task, TaskEnv, TaskNotFound, TaskRows
 

@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from sandboxgym.envs.webshop.pages import SELECTED, SEPARATOR
+from sandboxgym.envs.webshop.text_pages import SELECTED, SEPARATOR
 
 _CAP = re.compile(r",? and price lower than ([\d.]+) dollars")
 _PAIR = re.compile(r"(?: with|,? and) ([a-z][a-z0-9 ]*): ")

@@ -30,13 +30,13 @@ from pathlib import Path
 from typing import get_args
 
 from sandboxgym.brief import brief
-from sandboxgym.envs.webshop import actions, pages, views
+from sandboxgym.envs.webshop import actions, text_pages, views
 from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, load_catalogue
 from sandboxgym.envs.webshop.goals import Goal, Goals, Kind
 from sandboxgym.envs.webshop.goals import goals as all_goals
 from sandboxgym.envs.webshop.retrieval.search import Search, open_search
 from sandboxgym.envs.webshop.reward import Reward, reward
-from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, PageType, ShopPage, ShopState
+from sandboxgym.envs.webshop.shop_state import SUB_PAGES, Compat, Options, PageType, ShopPage, ShopState
 from sandboxgym.envs.webshop.views import View
 from sandboxgym.envs.webshop.words.nouns import Nouns, open_nouns
 from sandboxgym.errors import SnapshotCorrupt
@@ -70,14 +70,14 @@ class Page:
     progress_key: str
     """Kind of page, whether it shows the goal's product, and the number of the goal's options that are chosen."""
     state_hash: str
-    texts: dict[pages.ObservationMode, str] = field(default_factory=dict, compare=False, repr=False)
+    texts: dict[text_pages.ObservationMode, str] = field(default_factory=dict, compare=False, repr=False)
     """Observations by mode, each once it was asked for."""
 
-    def text(self, mode: pages.ObservationMode) -> str:
+    def text(self, mode: text_pages.ObservationMode) -> str:
         """Observation of the page."""
         found = self.texts.get(mode)
         if found is None:
-            found = self.texts[mode] = pages.RENDERERS[mode](self.view)
+            found = self.texts[mode] = text_pages.RENDERERS[mode](self.view)
         return found
 
 
@@ -155,7 +155,7 @@ class Shop:
             wanted |= {names[0]: value} if names else {}
         return tuple(wanted.items())
 
-    def observe(self, session: ShopState, mode: pages.ObservationMode) -> str:
+    def observe(self, session: ShopState, mode: text_pages.ObservationMode) -> str:
         """Observation of the page."""
         return self.page(session).text(mode)
 

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 from sandboxgym.envs.webshop.catalogues.catalogue import Catalogue, Product
 from sandboxgym.envs.webshop.goals import Goal
 from sandboxgym.envs.webshop.reward import Reward
-from sandboxgym.envs.webshop.session import SUB_PAGES, Compat, Options, PageType, ShopPage, SubPage
+from sandboxgym.envs.webshop.shop_state import SUB_PAGES, Compat, Options, PageType, ShopPage, SubPage
 
 BASE_URL = "http://127.0.0.1:3000"
 RESULTS_PER_PAGE = 10

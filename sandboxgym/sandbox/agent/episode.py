@@ -30,7 +30,7 @@ from sandboxgym.errors import (
 from sandboxgym.sandbox.agent import arguments, tools
 from sandboxgym.sandbox.agent.box import AgentBox, AgentStart
 from sandboxgym.sandbox.agent.editor import Editor
-from sandboxgym.sandbox.agent.workspace import Workspace
+from sandboxgym.sandbox.agent.episode_sandbox import Workspace
 from sandboxgym.sandbox.base import Limits, Result, SandboxClosed, SandboxError, SandboxFull
 from sandboxgym.sandbox.sandbox import SnapshotMode
 from sandboxgym.sandbox.snapshot import SandboxSnapshot

@@ -37,7 +37,7 @@ from sandboxgym.sandbox.layers.squash import copy_layer
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.overlay.mounts import BIND_PLACE, DEV_PLACE, EMPTY_PLACE, NOTHING_PLACE, attached_points
 from sandboxgym.sandbox.overlay.processes import descendants, offspring, send, state
-from sandboxgym.sandbox.shell.session import Shell, ShellSession, number_inside
+from sandboxgym.sandbox.shell.bash_session import Shell, ShellSession, number_inside
 
 if TYPE_CHECKING:
     from sandboxgym.sandbox.overlay.backend import OverlayBackend

@@ -17,7 +17,7 @@ from sandboxgym.sandbox.checkpoint import capture, criu, preflight, restore
 from sandboxgym.sandbox.checkpoint.criu import CriuError
 from sandboxgym.sandbox.checkpoint.image import CriuCheckpoint
 from sandboxgym.sandbox.layers.store import OverlayTree
-from sandboxgym.sandbox.shell.session import Shell
+from sandboxgym.sandbox.shell.bash_session import Shell
 
 if TYPE_CHECKING:
     from sandboxgym.sandbox.overlay.backend import OverlayBackend

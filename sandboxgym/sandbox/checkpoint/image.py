@@ -14,7 +14,7 @@ from sandboxgym.sandbox.base import SandboxClosed
 from sandboxgym.sandbox.checkpoint.criu import Value
 from sandboxgym.sandbox.layers.store import LayerStore, StoredLayer
 from sandboxgym.sandbox.overlay.mounts import SHELL
-from sandboxgym.sandbox.shell.session import ShellSession
+from sandboxgym.sandbox.shell.bash_session import ShellSession
 
 TIMEOUT = 60
 """Seconds that CRIU may take to stop processes."""

@@ -19,7 +19,7 @@ def round_trip(program: str) -> None:
     from sandboxgym.sandbox.checkpoint import restore as revive
     from sandboxgym.sandbox.files.rootfs import resolve
     from sandboxgym.sandbox.overlay.backend import OverlayBackend
-    from sandboxgym.sandbox.shell.session import Shell
+    from sandboxgym.sandbox.shell.bash_session import Shell
 
     rootfs: RootFS = resolve("host")
     env = clean_environment(rootfs)

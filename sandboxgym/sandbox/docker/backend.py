@@ -37,7 +37,7 @@ from sandboxgym.sandbox.base import (
     check_inside,
     new_shell_directory,
 )
-from sandboxgym.sandbox.docker import files as docker_files
+from sandboxgym.sandbox.docker import container_files as docker_files
 from sandboxgym.sandbox.docker.archive import pack
 from sandboxgym.sandbox.docker.client import daemon_errors, image_attributes
 from sandboxgym.sandbox.docker.exec import INIT, ContainerProcess, DockerContainer, live_errors

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from sandboxgym.sandbox.base import LONGEST_COMMAND, Backend, ProcessInfo, Result, SandboxError
+from sandboxgym.sandbox.shell.bash_session import Interaction, Shell
 from sandboxgym.sandbox.shell.exec import collect
-from sandboxgym.sandbox.shell.session import Interaction, Shell
 from sandboxgym.sandbox.shell.state import ShellState
 
 STATE = "/tmp/.sandboxgym-shell"

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from sandboxgym.sandbox.base import Process, Result
 from sandboxgym.sandbox.overlay.processes import readable
 from sandboxgym.sandbox.shell.bash import open_pidfd
-from sandboxgym.sandbox.shell.session import TIMED_OUT
+from sandboxgym.sandbox.shell.bash_session import TIMED_OUT
 from sandboxgym.sandbox.shell.terminal import Capture, decode
 
 _READ = 1 << 16

@@ -17,7 +17,7 @@ from bpo_ref.config import ConfigError
 from bpo_ref.distributed import fsdp2
 from bpo_ref.learning.checkpoint import STATE, load_checkpoint
 from bpo_ref.learning.models import load_policy
-from bpo_ref.running import processes
+from bpo_ref.running import run_processes
 from bpo_ref.running.folder import appears
 from bpo_ref.train import Trainer
 
@@ -31,29 +31,29 @@ def process_of(number: int) -> Any:
 def test_a_folder_that_not_all_processes_see_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shared: bool
 ) -> None:
-    monkeypatch.setattr(processes, "OUT_SECONDS", 0.3)
+    monkeypatch.setattr(run_processes, "OUT_SECONDS", 0.3)
     (tmp_path / "main").mkdir()
     (tmp_path / "other").mkdir()
     main, other = tmp_path / "main", tmp_path / ("main" if shared else "other")
     sent: list[Any] = []
-    monkeypatch.setattr(processes, "broadcast_object_list", lambda told: sent.extend(told) or told)
+    monkeypatch.setattr(run_processes, "broadcast_object_list", lambda told: sent.extend(told) or told)
     found: list[bool] = []
 
     def gather(mine: list[bool]) -> list[bool]:
         """While the first process waits, the other one looks for the file, too."""
-        monkeypatch.setattr(processes, "broadcast_object_list", lambda _: sent)
+        monkeypatch.setattr(run_processes, "broadcast_object_list", lambda _: sent)
         try:
-            processes.check_shared(other, process_of(1), lambda local: [True, *local])
+            run_processes.check_shared(other, process_of(1), lambda local: [True, *local])
         except ConfigError as error:
             assert "found" not in str(error) and "[1]" in str(error)
         found.append((other / sent[0]).exists())
         return [*mine, found[0]]
 
     if shared:
-        processes.check_shared(main, process_of(0), gather)
+        run_processes.check_shared(main, process_of(0), gather)
     else:
         with pytest.raises(ConfigError, match=r"out: expected a folder that all processes share.*\[1\].*several nodes"):
-            processes.check_shared(main, process_of(0), gather)
+            run_processes.check_shared(main, process_of(0), gather)
     assert found == [shared]
     assert not list((tmp_path / "main").iterdir()) and not list((tmp_path / "other").iterdir())
 
@@ -63,7 +63,7 @@ def test_a_run_looks_whether_all_processes_see_its_folder(tmp_path: Path, monkey
         assert out.is_dir()
         raise ConfigError("out: expected a folder that all processes share")
 
-    monkeypatch.setattr(processes, "check_shared", blind)
+    monkeypatch.setattr(run_processes, "check_shared", blind)
     with pytest.raises(ConfigError, match=r"^out: "):
         Trainer(Args(env_id=wordgame.ENV_ID, out=str(tmp_path / "run"), sft_episodes=1, trackers=()))
 

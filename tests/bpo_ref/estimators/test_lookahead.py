@@ -22,7 +22,7 @@ from bpo_ref.baselines import Memory, ValueTable, features, mean_value, refusals
 from bpo_ref.config import ConfigError
 from bpo_ref.learning.tiny import tiny_model, tiny_tokenizer
 from bpo_ref.lookahead import Candidate, Ids, LookAhead, scored
-from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.chat_format import ChatFormat
 from bpo_ref.sampling.generate import Generation, Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy, Turn
 from bpo_ref.schedules import make_schedule

@@ -17,7 +17,7 @@ from bpo_ref.config import ConfigError
 from bpo_ref.eval import make_env
 from bpo_ref.learning.models import ActorCritic
 from bpo_ref.learning.tiny import tiny_model, tiny_tokenizer, words_of
-from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.chat_format import ChatFormat
 from bpo_ref.sampling.generate import Generator, token_logps
 from bpo_ref.sampling.generate import forward as forward_pass
 from bpo_ref.sampling.policy import ChatPolicy

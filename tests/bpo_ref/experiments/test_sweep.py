@@ -18,7 +18,7 @@ from test_train import ENVIRONMENT, TINY
 
 from bpo_ref.args import parse_args, resolved
 from bpo_ref.experiments import sweep, tables
-from bpo_ref.experiments.archive import ArchiveError, pack, unpack
+from bpo_ref.experiments.study_archive import ArchiveError, pack, unpack
 from bpo_ref.experiments.sweep import STUDIES, commands, main
 from bpo_ref.experiments.tables import Finished, beside, efficiency, grouped, overhead, summary
 

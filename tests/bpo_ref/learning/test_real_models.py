@@ -41,7 +41,7 @@ from bpo_ref.config import ConfigError
 from bpo_ref.learning.batch import rows_of
 from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.learning.models import WithoutAdapter, add_adapter, checkpoint_layers, compute_in, eos_ids, load_policy
-from bpo_ref.sampling.chat import ChatFormat, TemplateError
+from bpo_ref.sampling.chat_format import ChatFormat, TemplateError
 from bpo_ref.sampling.generate import Generator, token_logps
 from bpo_ref.sampling.policy import ChatPolicy, collect_demonstrations
 from bpo_ref.train import Trainer

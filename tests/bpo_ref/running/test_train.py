@@ -35,7 +35,7 @@ from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
 from bpo_ref.learning.models import load_policy
 from bpo_ref.presets import PRESETS
 from bpo_ref.running.environments import opened
-from bpo_ref.running.progress import learning_rate_factor
+from bpo_ref.running.run_progress import learning_rate_factor
 from bpo_ref.sampling.env_source import labels_of, limits_of, needs_of
 from bpo_ref.sampling.policy import collect_demonstrations
 from bpo_ref.sampling.selection import draw_tasks

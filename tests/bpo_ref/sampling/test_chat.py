@@ -8,7 +8,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from bpo_ref.learning.tiny import tiny_tokenizer, words_of
-from bpo_ref.sampling.chat import ChatFormat, TemplateError
+from bpo_ref.sampling.chat_format import ChatFormat, TemplateError
 
 OBSERVATIONS = ["You see a mug 1.\n\nYour task: move it.", "\nYou pick up the mug 1.  ", "Nothing happens."]
 ACTIONS = ["take mug 1 from shelf 2", "go to desk 1"]

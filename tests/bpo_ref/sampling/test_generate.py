@@ -23,7 +23,7 @@ from transformers import (
 from bpo_ref.experiments.gpu_memory import keys_and_values, shape_of
 from bpo_ref.learning.models import ActorCritic
 from bpo_ref.learning.tiny import tiny_model, tiny_tokenizer, words_of
-from bpo_ref.sampling.chat import ChatFormat
+from bpo_ref.sampling.chat_format import ChatFormat
 from bpo_ref.sampling.generate import (
     JOINED,
     ContextOverflow,

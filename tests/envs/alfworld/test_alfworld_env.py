@@ -92,7 +92,7 @@ def test_snapshots_fit_any_list_of_games_that_has_the_game() -> None:
 
 
 def test_a_changed_game_file_is_a_mismatch(tmp_path: Path) -> None:
-    from sandboxgym.envs.alfworld.games.generate import generate_game
+    from sandboxgym.envs.alfworld.games.generated import generate_game
 
     file = tmp_path / "game.tw-pddl"
     file.write_bytes(generate_game("train", 0))

@@ -17,7 +17,7 @@ import pytest
 from sandboxgym.envs.alfworld import game as game_module
 from sandboxgym.envs.alfworld import grounding_cache as cache_module
 from sandboxgym.envs.alfworld.game import Game
-from sandboxgym.envs.alfworld.games.generate import generate_game
+from sandboxgym.envs.alfworld.games.generated import generate_game
 from sandboxgym.envs.alfworld.games.library import open_library
 from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
 

@@ -9,7 +9,7 @@ import pytest
 
 from sandboxgym.envs.alfworld.game import GameError
 from sandboxgym.envs.alfworld.games import library as library_module
-from sandboxgym.envs.alfworld.games.generate import generate_game
+from sandboxgym.envs.alfworld.games.generated import generate_game
 from sandboxgym.envs.alfworld.games.library import DataNotFound, GameNotFound, GameRef, _Cache, open_library
 
 GAMES = {

@@ -15,8 +15,9 @@ from pathlib import Path
 import pytest
 
 from sandboxgym.envs.webshop.catalogues import catalogue as catalogue_module
-from sandboxgym.envs.webshop.catalogues import generate, json_stream
-from sandboxgym.envs.webshop.catalogues import store as catalogue_store
+from sandboxgym.envs.webshop.catalogues import generated as generated_products
+from sandboxgym.envs.webshop.catalogues import json_stream
+from sandboxgym.envs.webshop.catalogues import memory_mapped as catalogue_store
 from sandboxgym.envs.webshop.catalogues.catalogue import (
     CatalogueMalformed,
     CatalogueNotFound,
@@ -62,7 +63,7 @@ def load_one(directory, *, instructions=None, **changes):
 
 @pytest.fixture
 def generated(tmp_path):
-    generate.write_files(tmp_path / "generated", 300)
+    generated_products.write_files(tmp_path / "generated", 300)
     return tmp_path / "generated"
 
 

@@ -9,7 +9,7 @@ from statistics import mean
 
 import pytest
 
-from sandboxgym.envs.webshop.catalogues import generate
+from sandboxgym.envs.webshop.catalogues import generated
 from sandboxgym.envs.webshop.catalogues.catalogue import CATEGORIES, load_catalogue
 from sandboxgym.envs.webshop.goals import goals
 from sandboxgym.envs.webshop.reward import reward
@@ -38,25 +38,25 @@ def test_it_is_the_same_in_every_process(shop):
 
 
 def test_a_product_depends_on_its_number_alone():
-    few, more = (list(generate.records(count)) for count in (60, 200))
+    few, more = (list(generated.records(count)) for count in (60, 200))
     assert more[:60] == few
     assert len({record.item["asin"] for record in more}) == 200
 
 
 def test_asins_are_like_the_originals():
-    asins = [generate._asin(number) for number in range(20_000)]
+    asins = [generated._asin(number) for number in range(20_000)]
     assert len(set(asins)) == len(asins)
     assert all(len(asin) == 10 and asin.isalnum() and asin.upper() == asin for asin in asins)
 
 
 def test_as_files_it_is_the_same_catalogue(tmp_path, shop):
-    generate.write_files(tmp_path)
+    generated.write_files(tmp_path)
     again = load_catalogue(tmp_path)
     assert again.digest == shop.digest
     assert {asin: texts for asin, texts in again.human_instructions().items() if texts} == shop.human_instructions()
     assert list(goals(again)) == list(goals(shop))
     assert list(goals(again, "human")) == list(goals(shop, "human"))
-    generate.write_files(tmp_path / "empty", 0)
+    generated.write_files(tmp_path / "empty", 0)
     assert all(not json.loads(path.read_text()) for path in (tmp_path / "empty").iterdir())
 
 
@@ -82,7 +82,7 @@ def test_products_are_complete(shop):
 
 def test_no_product_contradicts_itself(shop):
     for product in shop.products():
-        for group in generate._assortment().excluding:
+        for group in generated._assortment().excluding:
             assert len(set(group) & set(product.attributes)) <= 1
 
 

@@ -19,8 +19,8 @@ from components import missing
 from little_shop import PRODUCTS, shop_in, write
 
 from sandboxgym.bench.webshop import original
-from sandboxgym.envs.webshop.session import ShopState
 from sandboxgym.envs.webshop.shop import Shop
+from sandboxgym.envs.webshop.shop_state import ShopState
 
 pytestmark = pytest.mark.slow
 

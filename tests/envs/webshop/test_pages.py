@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from little_shop import BLANK, LAMP, MUG, RACK, RUG, goal_of, shop_in, write
 
-from sandboxgym.envs.webshop import pages
-from sandboxgym.envs.webshop.session import ShopPage, ShopState
+from sandboxgym.envs.webshop import text_pages
 from sandboxgym.envs.webshop.shop import Shop
+from sandboxgym.envs.webshop.shop_state import ShopPage, ShopState
 from sandboxgym.envs.webshop.views import View, page_of
 from sandboxgym.envs.webshop.web.html import html
 
@@ -45,23 +45,23 @@ def item(asin: str, *options: tuple[str, str], query: str = "mug") -> ShopPage:
 
 
 def test_search_page(shop: Shop, upstream: Shop) -> None:
-    assert pages.text(at(shop, ShopPage())) == "WebShop [SEP] Instruction: [SEP] TASK [SEP] Search"
-    assert pages.text(at(upstream, ShopPage())) == "WebShop [SEP] Instruction: [SEP] TASK [SEP] Search"
-    assert pages.text_rich(at(upstream, ShopPage())) == "WebShop\nInstruction: \nTASK\n[button] Search [button_]\n"
+    assert text_pages.text(at(shop, ShopPage())) == "WebShop [SEP] Instruction: [SEP] TASK [SEP] Search"
+    assert text_pages.text(at(upstream, ShopPage())) == "WebShop [SEP] Instruction: [SEP] TASK [SEP] Search"
+    assert text_pages.text_rich(at(upstream, ShopPage())) == "WebShop\nInstruction: \nTASK\n[button] Search [button_]\n"
     assert [tuple(at(each, ShopPage()).clickables) for each in (shop, upstream)] == [(), ("search",)]
 
 
 def test_results(shop: Shop, upstream: Shop) -> None:
     for each in (shop, upstream):
-        text = pages.text(at(each, ShopPage("results", "striped mug woven rug", 1)))
+        text = text_pages.text(at(each, ShopPage("results", "striped mug woven rug", 1)))
         assert text.startswith("Instruction: [SEP] TASK [SEP] Back to Search [SEP] Page 1 (Total results: ")
         assert f"[SEP] {MUG} [SEP] Striped Mug with Handle [SEP] $10.0 to $20.0" in text
-        rich = pages.text_rich(at(each, ShopPage("results", "striped mug woven rug", 1), MUG))
+        rich = text_pages.text_rich(at(each, ShopPage("results", "striped mug woven rug", 1), MUG))
         assert f"\n\n[clicked button] {MUG} [clicked button_]\nStriped Mug with Handle\n$10.0 to $20.0\n" in rich
         assert f"\n\n[button] {RUG} [button_]\nWoven Rug\n$12.5\n" in rich
-    second = pages.text(at(shop, ShopPage("results", "bowl", 5)))
+    second = text_pages.text(at(shop, ShopPage("results", "bowl", 5)))
     assert "Back to Search [SEP] Page 5 (Total results: 50) [SEP] < Prev [SEP] B0FILLER" in second
-    second = pages.text(at(upstream, ShopPage("results", "bowl", 5)))
+    second = text_pages.text(at(upstream, ShopPage("results", "bowl", 5)))
     assert "Back to Search [SEP] Page 5 (Total results: 50) [SEP] < Prev [SEP] Next > [SEP] B0FILLER" in second
 
 
@@ -70,48 +70,50 @@ def test_item(shop: Shop, upstream: Shop) -> None:
     after = " [SEP] Striped Mug with Handle [SEP] Price: $10.0 to $20.0 [SEP] Rating: N.A. [SEP] "
     buttons = "Description [SEP] Features [SEP] Reviews [SEP] Buy Now"
     options = 'color [SEP] red [SEP] sea blue [SEP] size [SEP] small [SEP] large 3"'
-    assert pages.text(at(shop, item(MUG))) == before + options + after + buttons
+    assert text_pages.text(at(shop, item(MUG))) == before + options + after + buttons
     chosen = options.replace("sea blue", "sea blue (selected)").replace('3"', '3" (selected)')
     place = item(MUG, ("size", 'large 3"'), ("color", "sea blue"))
-    assert pages.text(at(shop, place)) == before + chosen + after + buttons
+    assert text_pages.text(at(shop, place)) == before + chosen + after + buttons
     buttons = buttons.replace("Buy", "Attributes [SEP] Buy")
-    assert pages.text(at(upstream, place)) == before + options + after + buttons, "choosing changes nothing"
+    assert text_pages.text(at(upstream, place)) == before + options + after + buttons, "choosing changes nothing"
 
 
 def test_chosen_options_in_lines(shop: Shop, upstream: Shop) -> None:
     place = item(MUG, ("size", 'large 3"'), ("color", "sea blue"))
-    rich = pages.text_rich(at(shop, place))
+    rich = text_pages.text_rich(at(shop, place))
     assert rich.startswith('You have clicked large 3".\nYou have clicked sea blue.\nInstruction:\nTASK\n')
     assert "color\n  [button] red [button_]\n  [clicked button] sea blue [clicked button_]\nsize\n" in rich
     assert '  [clicked button] large 3" [clicked button_]\n' in rich
-    rich = pages.text_rich(at(upstream, place))
+    rich = text_pages.text_rich(at(upstream, place))
     assert rich.startswith("You have clicked sea blue.\nInstruction:\n"), "JSON escapes the quote"
     assert '  [button] large 3" [button_]\n' in rich
 
 
 def test_upstream_marks_what_is_quoted_in_the_address(shop: Shop, upstream: Shop) -> None:
     quoted = item(MUG, query='"red" mug')
-    assert pages.text_rich(at(upstream, quoted)).startswith("You have clicked red.\n")
-    assert pages.text_rich(at(shop, quoted)).startswith("Instruction:\n")
+    assert text_pages.text_rich(at(upstream, quoted)).startswith("You have clicked red.\n")
+    assert text_pages.text_rich(at(shop, quoted)).startswith("Instruction:\n")
     group = item(RACK, ("size", "big"))  # "size" is a value in the other group
-    assert pages.text_rich(at(upstream, group)).startswith("You have clicked big.\nYou have clicked size.\n")
-    assert pages.text_rich(at(shop, group)).startswith("You have clicked big.\nInstruction:\n")
+    assert text_pages.text_rich(at(upstream, group)).startswith("You have clicked big.\nYou have clicked size.\n")
+    assert text_pages.text_rich(at(shop, group)).startswith("You have clicked big.\nInstruction:\n")
     accented = item(LAMP, ("width", "café"))
-    assert pages.text_rich(at(upstream, accented)).startswith("Instruction:\n")
-    assert pages.text_rich(at(shop, accented)).startswith("You have clicked café.\n")
+    assert text_pages.text_rich(at(upstream, accented)).startswith("Instruction:\n")
+    assert text_pages.text_rich(at(shop, accented)).startswith("You have clicked café.\n")
 
 
 def test_ambiguous_options_are_named_with_their_group(shop: Shop, upstream: Shop) -> None:
-    assert "height [SEP] height: 30 [SEP] 40 [SEP] width [SEP] width: 30 [SEP] café" in pages.text(at(shop, item(LAMP)))
-    assert "height [SEP] 30 [SEP] 40 [SEP] width [SEP] 30 [SEP] café" in pages.text(at(upstream, item(LAMP)))
-    assert "sub [SEP] sub: description [SEP] sub: next > [SEP] a[b]" in pages.text(at(shop, item(LAMP)))
+    assert "height [SEP] height: 30 [SEP] 40 [SEP] width [SEP] width: 30 [SEP] café" in text_pages.text(
+        at(shop, item(LAMP))
+    )
+    assert "height [SEP] 30 [SEP] 40 [SEP] width [SEP] 30 [SEP] café" in text_pages.text(at(upstream, item(LAMP)))
+    assert "sub [SEP] sub: description [SEP] sub: next > [SEP] a[b]" in text_pages.text(at(shop, item(LAMP)))
 
 
 def test_sub_pages(shop: Shop, upstream: Shop) -> None:
     before = "Instruction: [SEP] TASK [SEP] Back to Search [SEP] < Prev"
 
     def text(shop: Shop, asin: str, sub_page: str) -> str:
-        return pages.text(at(shop, ShopPage("sub_page", "mug", 1, asin, sub_page=sub_page)))
+        return text_pages.text(at(shop, ShopPage("sub_page", "mug", 1, asin, sub_page=sub_page)))
 
     for each in (shop, upstream):
         assert text(each, MUG, "Description") == f"{before} [SEP] About the Striped Mug with Handle."
@@ -121,7 +123,7 @@ def test_sub_pages(shop: Shop, upstream: Shop) -> None:
     assert text(upstream, MUG, "Attributes") == (
         f"{before} [SEP] dishwasher safe [SEP] hand painted [SEP] garden [SEP] mugs [SEP] Home › Kitchen › Mugs"
     )
-    rich = pages.text_rich(at(upstream, ShopPage("sub_page", "mug", 1, MUG, sub_page="Features")))
+    rich = text_pages.text_rich(at(upstream, ShopPage("sub_page", "mug", 1, MUG, sub_page="Features")))
     assert rich.endswith("[button] < Prev [button_]\n First point.\n Second point.\n"), "with the blank of the markup"
 
 
@@ -129,18 +131,18 @@ def test_blank_texts_leave_traces_only_upstream(shop: Shop, upstream: Shop) -> N
     """White space alone becomes one blank, or a line end if there is one in it; those are dropped, nothing stays."""
     description = ShopPage("sub_page", "tray", 1, BLANK, sub_page="Description")
     features = ShopPage("sub_page", "tray", 1, BLANK, sub_page="Features")
-    assert pages.text(at(upstream, description)).endswith("< Prev [SEP] ")
-    assert pages.text(at(shop, description)).endswith("< Prev")
-    assert pages.text(at(upstream, features)).endswith("< Prev [SEP]  [SEP]  [SEP] last")
-    assert pages.text(at(shop, features)).endswith("< Prev [SEP] last")
+    assert text_pages.text(at(upstream, description)).endswith("< Prev [SEP] ")
+    assert text_pages.text(at(shop, description)).endswith("< Prev")
+    assert text_pages.text(at(upstream, features)).endswith("< Prev [SEP]  [SEP]  [SEP] last")
+    assert text_pages.text(at(shop, features)).endswith("< Prev [SEP] last")
 
 
 def test_last_page(shop: Shop, upstream: Shop) -> None:
     place = ShopPage("done", "mug", 1, LAMP, (("width", "café"), ("height", "30"), ("sub", "next >")))
     score = at(shop, place).purchase.reward.total
     shown = f"Your score (min 0.0, max 1.0) [SEP] {score}"
-    assert pages.text(at(shop, place)) == f"Thank you for shopping with us! [SEP] {shown}"
-    assert pages.text(at(upstream, place)) == (
+    assert text_pages.text(at(shop, place)) == f"Thank you for shopping with us! [SEP] {shown}"
+    assert text_pages.text(at(upstream, place)) == (
         "Thank you for shopping with us! [SEP] Your code: [SEP] None [SEP] (Paste it in your MTurk interface.) [SEP] "
         f"Purchased [SEP] asin [SEP] {LAMP} [SEP] options [SEP] "
         r'{"height": "30", "sub": "next \u003e", "width": "caf\u00e9"} [SEP] attrs [SEP] None [SEP] category [SEP] '
@@ -227,7 +229,7 @@ def test_markup_has_what_the_view_has(shop: Shop, place: ShopPage) -> None:
     assert read.open == []
     assert sorted(read.names) == sorted(view.clickables)
     assert read.checked == [choice.name for group in view.groups for choice in group.choices if choice.selected]
-    missing = {piece.text for piece in pages.pieces(view)} - {"Instruction:"} - set(map(str.strip, read.texts))
+    missing = {piece.text for piece in text_pages.pieces(view)} - {"Instruction:"} - set(map(str.strip, read.texts))
     assert all(any(part in text for text in read.texts) for text in missing for part in text.split(": ")), missing
 
 
@@ -238,5 +240,5 @@ def test_product_text_is_not_markup(shop: Shop) -> None:
 
 def test_the_last_page_tells_nothing_of_the_goal(shop: Shop) -> None:
     view = at(shop, ShopPage("done", "lamp", 1, LAMP))
-    for shown in (pages.text(view), pages.text_rich(view), html(view)):
+    for shown in (text_pages.text(view), text_pages.text_rich(view), html(view)):
         assert MUG not in shown and "hand painted" not in shown

@@ -16,8 +16,8 @@ import gymnasium as gym
 import pytest
 
 import sandboxgym
-from sandboxgym.envs.webshop.session import ShopState
 from sandboxgym.envs.webshop.shop import Shop, open_shop
+from sandboxgym.envs.webshop.shop_state import ShopState
 
 pytestmark = pytest.mark.slow
 

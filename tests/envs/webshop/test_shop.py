@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from little_shop import BLANK, HOOK, LAMP, MUG, RACK, RUG, goal_of, shop_in, write
 
 from sandboxgym.envs.webshop.actions import parse, search_for
-from sandboxgym.envs.webshop.session import PAGES, SUB_PAGES, ShopPage, ShopState
 from sandboxgym.envs.webshop.shop import Shop
+from sandboxgym.envs.webshop.shop_state import PAGES, SUB_PAGES, ShopPage, ShopState
 from sandboxgym.errors import SnapshotCorrupt
 
 

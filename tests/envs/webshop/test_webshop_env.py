@@ -17,7 +17,7 @@ from little_shop import LAMP, MUG, RUG, nouns, write
 
 from sandboxgym import Snapshot, SnapshotCorrupt, SnapshotMismatch
 from sandboxgym.envs.webshop.env import TaskNotFound
-from sandboxgym.envs.webshop.session import ShopPage, ShopState
+from sandboxgym.envs.webshop.shop_state import ShopPage, ShopState
 
 ID = "sandboxgym/WebShop-v0"
 

@@ -24,7 +24,7 @@ from sandboxgym.sandbox.base import (
 from sandboxgym.sandbox.copy.backend import CopyBackend
 from sandboxgym.sandbox.overlay.backend import criu_checkpointer
 from sandboxgym.sandbox.sandbox import Sandbox
-from sandboxgym.sandbox.shell.session import Shell
+from sandboxgym.sandbox.shell.bash_session import Shell
 
 SECONDS = 60.0
 START = 'coproc COUNTER {{ n={}; while read -r word; do [[ $word ]] || ((++n)); echo "$n"; done; }}'

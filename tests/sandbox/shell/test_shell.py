@@ -16,7 +16,7 @@ from sandbox.sandboxes import Maker, any_box, box, kind, make  # noqa: F401 - fi
 
 from sandboxgym.sandbox.base import Limits, SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox
-from sandboxgym.sandbox.shell import session as shell_module
+from sandboxgym.sandbox.shell import bash_session as shell_module
 
 # fixtures of another module are arguments of the tests below
 # ruff: noqa: F811
@@ -314,7 +314,7 @@ def test_a_timeout_ends_the_whole_tree_and_leaves_a_usable_shell(make: Maker, co
 
 
 def test_a_shell_that_hangs_itself_is_replaced(make: Maker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sandboxgym.sandbox.shell.session.PATIENCE", 0.3)
+    monkeypatch.setattr("sandboxgym.sandbox.shell.bash_session.PATIENCE", 0.3)
     box = make()
     box.execute("x=before; cd /tmp")
     result = box.execute("echo start; x=during; exec sleep 1000", timeout=0.8)

@@ -14,7 +14,7 @@ from sandbox.sandboxes import any_box  # noqa: F401 - fixture
 from sandboxgym.errors import SnapshotCorrupt
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
-from sandboxgym.sandbox.shell.session import Shell
+from sandboxgym.sandbox.shell.bash_session import Shell
 from sandboxgym.sandbox.shell.state import MOST_VARIABLES, SECTIONS, Parser, ShellState, Variable, parse_limits
 
 # fixtures of another module are arguments of the tests below

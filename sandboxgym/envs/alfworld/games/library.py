@@ -28,7 +28,7 @@ from typing import SupportsIndex, overload
 from sandboxgym.data import find
 from sandboxgym.envs.alfworld.card import GAMES
 from sandboxgym.envs.alfworld.game import Game, GameError
-from sandboxgym.envs.alfworld.games.generate import SPLITS, TASK_TYPES, generate_game, task_type_of
+from sandboxgym.envs.alfworld.games.generated import SPLITS, TASK_TYPES, generate_game, task_type_of
 from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
 from sandboxgym.task_env import TaskNotFound
 

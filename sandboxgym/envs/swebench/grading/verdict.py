@@ -4,10 +4,10 @@
    there, and the fork is thrown away.
 2. The order is the harness's: its commands that apply a patch, in turn and each on clean files; its script, with stdout
    and stderr in one stream that is not a terminal; its parser and its report.
-3. Failures that are not the patch's fault have their own verdicts: a broken environment, a sandbox that failed, tests
-   that need the network. None of them counts as resolved. They are recognised by the row, from `record` and the list of
-   rows, or by the sandbox, never by the output: a patch can write to all of it, because its ``setup.py`` is run and its
-   diff is shown before the tests begin.
+3. Failures that are not the patch's fault have their own verdicts: a broken environment, a sandbox that failed,
+   tests that need the network. None of them counts as resolved. They are recognised by the row, from `check_record`
+   and the list of rows, or by the sandbox, never by the output: a patch can write to all of it, because its
+   ``setup.py`` is run and its diff is shown before the tests begin.
 4. The same patch for the same task is tested once per process, unless its verdict was not the patch's fault.
 5. An agent's tests and patch take a bounded part of this process's memory and time. The beginning and the end of the
    tests' output are kept, and parsed in a process of their own (`parsing`). A log that was cut never resolves a task,
@@ -37,10 +37,10 @@ from sandboxgym.envs.swebench.grading import countercheck, parsing, suspicion
 from sandboxgym.envs.swebench.grading.extraction import PATCH_LIMIT, WorkLost, extract
 from sandboxgym.envs.swebench.grading.parsers import PARSERS
 from sandboxgym.envs.swebench.grading.patches import changes
-from sandboxgym.envs.swebench.rows import record
-from sandboxgym.envs.swebench.rows.files import TaskError
+from sandboxgym.envs.swebench.rows import check_record
+from sandboxgym.envs.swebench.rows.check_record import RowCheck
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
-from sandboxgym.envs.swebench.rows.record import RowCheck
+from sandboxgym.envs.swebench.rows.row_files import TaskError
 from sandboxgym.envs.swebench.rows.tasks import Task
 from sandboxgym.envs.swebench.workspaces import hiding
 from sandboxgym.envs.swebench.workspaces.workspace import (
@@ -247,7 +247,7 @@ def _grade(
 def attempt(
     pristine: Pristine, task: Task, settings: WorkspaceSettings, patch: str, *, timeout: float = TIMEOUT
 ) -> PatchVerdict:
-    """Test a patch in a run of its own: earlier runs and `record` do not count, and the result is not cached.
+    """Test a patch in a run of its own: earlier runs and `check_record` do not count, and the result is not cached.
 
     Args:
         pristine: the task's files before anything was done.
@@ -264,7 +264,7 @@ def attempt(
 
 
 def _checked(box: RepositoryBox, pristine: Pristine, task: Task) -> RowCheck | None:
-    return record.known(task, backend=box.sandbox.backend.capabilities.name, image_id=pristine.snapshot.tree.base)
+    return check_record.known(task, backend=box.sandbox.backend.capabilities.name, image_id=pristine.snapshot.tree.base)
 
 
 _PATCH_TOO_LARGE = f"the patch is larger than {PATCH_LIMIT:,} bytes"

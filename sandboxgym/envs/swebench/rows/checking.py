@@ -15,7 +15,7 @@ from dataclasses import replace
 from sandboxgym import __version__
 from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.grading.verdict import PatchVerdict
-from sandboxgym.envs.swebench.rows.record import RowCheck
+from sandboxgym.envs.swebench.rows.check_record import RowCheck
 from sandboxgym.envs.swebench.rows.tasks import Task
 from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings, pristine
 

@@ -19,8 +19,8 @@ from typing import Any
 
 from sandboxgym.envs.swebench.grading.parsers import r2e, without_reasons
 from sandboxgym.envs.swebench.rows import recipes as columns
-from sandboxgym.envs.swebench.rows.files import TaskError, columns_of, parsed, text, texts
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR
+from sandboxgym.envs.swebench.rows.row_files import TaskError, columns_of, parsed, text, texts
 
 NAMES = ("swe-smith", "swe-gym", "swe-rebench", "r2e-gym")
 """Names of data sets under which files are looked for, in addition to those of SWE-bench."""

@@ -25,9 +25,9 @@ from sandboxgym import data
 from sandboxgym.brief import brief
 from sandboxgym.envs.swebench.card import ROWS
 from sandboxgym.envs.swebench.rows import datasets
-from sandboxgym.envs.swebench.rows import files as rows
 from sandboxgym.envs.swebench.rows import recipes as columns
-from sandboxgym.envs.swebench.rows.files import TaskError as TaskError
+from sandboxgym.envs.swebench.rows import row_files as rows
+from sandboxgym.envs.swebench.rows.row_files import TaskError as TaskError
 from sandboxgym.sandbox.agent import arguments
 from sandboxgym.task_env import TaskNotFound as TaskNotFound
 

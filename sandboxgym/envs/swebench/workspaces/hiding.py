@@ -16,8 +16,8 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from sandboxgym.envs.swebench.rows.datasets import R2E
-from sandboxgym.envs.swebench.rows.files import TaskError, shown
 from sandboxgym.envs.swebench.rows.recipes import WORKDIR, modified_files
+from sandboxgym.envs.swebench.rows.row_files import TaskError, shown
 from sandboxgym.envs.swebench.rows.tasks import HOST, Task
 from sandboxgym.sandbox.base import FileTooLarge, Result, SandboxUnavailable
 

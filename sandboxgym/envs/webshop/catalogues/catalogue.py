@@ -21,8 +21,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Protocol
 
-from sandboxgym.envs.webshop.catalogues import generate
-from sandboxgym.envs.webshop.catalogues import store as catalogue_store
+from sandboxgym.envs.webshop.catalogues import generated
+from sandboxgym.envs.webshop.catalogues import memory_mapped as catalogue_store
 from sandboxgym.envs.webshop.catalogues.official_data import (
     OfficialFiles,
     find_files,
@@ -241,7 +241,7 @@ def _shared(name: str, identity: object, load: Callable[[], Catalogue]) -> Catal
 
 
 def _embedded() -> Catalogue:
-    products, instructions = generate.generate()
+    products, instructions = generated.generate()
     return MemoryCatalogue(products, name="embedded", human_instructions=lambda: instructions)
 
 

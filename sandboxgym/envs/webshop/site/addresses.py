@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from urllib.parse import parse_qsl, quote, unquote, urlencode
 
-from sandboxgym.envs.webshop.session import SUB_PAGES, ShopPage, SubPage
+from sandboxgym.envs.webshop.shop_state import SUB_PAGES, ShopPage, SubPage
 
 _OPTION = "option."
 _SUB_PAGES: dict[str, SubPage] = {name.lower(): name for name in SUB_PAGES}

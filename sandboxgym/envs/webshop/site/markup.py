@@ -14,8 +14,8 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping
 from importlib import resources
 
-from sandboxgym.envs.webshop.pages import SELECTED
 from sandboxgym.envs.webshop.reward import Reward
+from sandboxgym.envs.webshop.text_pages import SELECTED
 from sandboxgym.envs.webshop.views import BUY, SEARCH, View
 
 Href = Callable[[str], str]

@@ -22,8 +22,8 @@ from dataclasses import replace
 from http import HTTPStatus
 from typing import Self
 
-from sandboxgym.envs.webshop.session import ShopPage, ShopState
 from sandboxgym.envs.webshop.shop import Shop
+from sandboxgym.envs.webshop.shop_state import ShopPage, ShopState
 from sandboxgym.envs.webshop.site import markup
 from sandboxgym.envs.webshop.site.addresses import path_of, place_of, split_address
 from sandboxgym.envs.webshop.site.connections import MOST_CONNECTIONS, MOST_PER_VISITOR, Listener

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from sandboxgym.envs.webshop.session import ShopState
+from sandboxgym.envs.webshop.shop_state import ShopState
 
 OWNER = ""
 """Holder of sessions that no visitor opened, those of the site's owner; bounded by the table's size only."""

@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from sandboxgym import serialization as durable
 from sandboxgym.brief import brief
-from sandboxgym.envs.webshop.pages import SEPARATOR
-from sandboxgym.envs.webshop.session import PageType, ShopState
 from sandboxgym.envs.webshop.shop import Shop
+from sandboxgym.envs.webshop.shop_state import PageType, ShopState
 from sandboxgym.envs.webshop.site.addresses import path_of
 from sandboxgym.envs.webshop.site.server import Server, Site
+from sandboxgym.envs.webshop.text_pages import SEPARATOR
 from sandboxgym.envs.webshop.web import chromium
 from sandboxgym.envs.webshop.web.browser_actions import Gesture
 from sandboxgym.envs.webshop.web.chromium import BrowserError
-from sandboxgym.envs.webshop.web.shared import Leases, SharedLease
+from sandboxgym.envs.webshop.web.leases import Leases, SharedLease
 from sandboxgym.errors import SnapshotCorrupt
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from gymnasium.error import DependencyNotInstalled
 
-from sandboxgym.envs.webshop.web.shared import Leases
+from sandboxgym.envs.webshop.web.leases import Leases
 from sandboxgym.system import proc, run_directories
 
 if TYPE_CHECKING:

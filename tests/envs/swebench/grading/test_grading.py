@@ -12,7 +12,7 @@ from components import missing
 
 from sandboxgym.envs.swebench.grading import verdict as grading
 from sandboxgym.envs.swebench.rows import recipes as columns
-from sandboxgym.envs.swebench.rows.record import RowCheck
+from sandboxgym.envs.swebench.rows.check_record import RowCheck
 from sandboxgym.envs.swebench.rows.tasks import Task, TaskError, TaskSet, from_row
 
 pytestmark = pytest.mark.usefixtures("official_code")

@@ -12,8 +12,8 @@ import pytest
 
 from sandboxgym.envs.swebench import mini
 from sandboxgym.envs.swebench.grading import verdict as grading
-from sandboxgym.envs.swebench.rows import checking, record
-from sandboxgym.envs.swebench.rows.record import RowCheck
+from sandboxgym.envs.swebench.rows import check_record, checking
+from sandboxgym.envs.swebench.rows.check_record import RowCheck
 from sandboxgym.envs.swebench.rows.tasks import Task
 from sandboxgym.envs.swebench.workspaces import workspace as boxes
 from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings
@@ -24,7 +24,7 @@ TASK = next(iter(mini.tasks()))
 @pytest.fixture(autouse=True)
 def own_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "record" / "checks.jsonl"
-    monkeypatch.setenv(record.VARIABLE, str(path))
+    monkeypatch.setenv(check_record.VARIABLE, str(path))
     return path
 
 
@@ -36,10 +36,10 @@ def a_check(name: str = "a__b-1", **changes: Any) -> RowCheck:
 
 
 def test_lines_are_replaced_and_others_stay(own_record: Path) -> None:
-    assert record.default_path() == own_record and record.read(own_record) == {}
-    record.write(own_record, [a_check("b"), a_check("a")])
-    record.write(own_record, [a_check("a", flaky=True)])
-    assert record.read(own_record) == {"a": a_check("a", flaky=True), "b": a_check("b")}
+    assert check_record.default_path() == own_record and check_record.read(own_record) == {}
+    check_record.write(own_record, [a_check("b"), a_check("a")])
+    check_record.write(own_record, [a_check("a", flaky=True)])
+    assert check_record.read(own_record) == {"a": a_check("a", flaky=True), "b": a_check("b")}
     lines = own_record.read_text().splitlines()
     assert [json.loads(line)["instance_id"] for line in lines] == ["a", "b"]
 
@@ -56,23 +56,23 @@ def test_lines_are_replaced_and_others_stay(own_record: Path) -> None:
 def test_a_malformed_record_is_named_and_environments_go_without(line: str, says: str, own_record: Path) -> None:
     own_record.parent.mkdir()
     own_record.write_text(line)
-    with pytest.raises(record.RecordError, match=says.replace("[", r"\[")):
-        record.read(own_record)
-    with pytest.raises(record.RecordError):
-        record.write(own_record, [a_check()])
+    with pytest.raises(check_record.RecordError, match=says.replace("[", r"\[")):
+        check_record.read(own_record)
+    with pytest.raises(check_record.RecordError):
+        check_record.write(own_record, [a_check()])
     assert own_record.read_text() == line
-    assert record.known(TASK, backend="overlay", image_id="host:1") is None
+    assert check_record.known(TASK, backend="overlay", image_id="host:1") is None
 
 
 def test_a_check_is_of_one_row_on_one_image(own_record: Path) -> None:
     check = a_check(TASK.instance_id, task=TASK.digest)
-    record.write(own_record, [check])
-    assert record.known(TASK, backend="overlay", image_id="host:1") == check
-    assert record.known(TASK, backend="docker", image_id="host:1") is None
-    assert record.known(TASK, backend="overlay", image_id="host:2") is None
-    assert record.known(replace(TASK, problem_statement="x"), backend="overlay", image_id="host:1") is None
-    record.write(own_record, [replace(check, flaky=True)])
-    found = record.known(TASK, backend="overlay", image_id="host:1")
+    check_record.write(own_record, [check])
+    assert check_record.known(TASK, backend="overlay", image_id="host:1") == check
+    assert check_record.known(TASK, backend="docker", image_id="host:1") is None
+    assert check_record.known(TASK, backend="overlay", image_id="host:2") is None
+    assert check_record.known(replace(TASK, problem_statement="x"), backend="overlay", image_id="host:1") is None
+    check_record.write(own_record, [replace(check, flaky=True)])
+    found = check_record.known(TASK, backend="overlay", image_id="host:1")
     assert found is not None and found.flaky
 
 
@@ -101,7 +101,7 @@ def test_rows_are_what_they_are_found_to_be(
     assert verdict()["verdict"] == "tests fail"
     for seen, reason in ((known, "infra failure"), (replace(known, needs_network=True), "needs network")):
         grading._verdicts.clear()
-        record.write(own_record, [seen])
+        check_record.write(own_record, [seen])
         info = verdict()
         assert info["verdict"] == reason and info["needs_network"] == (reason == "needs network")
         assert bool(info["infra_failure"]) == (reason == "infra failure")

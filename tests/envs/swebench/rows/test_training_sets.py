@@ -18,7 +18,7 @@ from envs.swebench.conftest import check_backend
 
 from sandboxgym.envs.swebench.grading import parsers
 from sandboxgym.envs.swebench.rows import datasets
-from sandboxgym.envs.swebench.rows.files import TaskError
+from sandboxgym.envs.swebench.rows.row_files import TaskError
 from sandboxgym.envs.swebench.rows.tasks import DataNotFound, Task, TaskNotFound, from_row, open_tasks
 from sandboxgym.envs.swebench.workspaces import hiding
 from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine

@@ -32,7 +32,7 @@ from sandboxgym.envs.webshop.site.server import Server, Site
 from sandboxgym.envs.webshop.web import chromium
 from sandboxgym.envs.webshop.web.browser_actions import Gesture, parse
 from sandboxgym.envs.webshop.web.browser_page import PageState
-from sandboxgym.envs.webshop.web.shared import Leases
+from sandboxgym.envs.webshop.web.leases import Leases
 from sandboxgym.system import run_directories
 
 ID, TEXT_ID = "sandboxgym/WebShopBrowser-v0", "sandboxgym/WebShop-v0"

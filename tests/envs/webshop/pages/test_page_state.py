@@ -9,7 +9,7 @@ import pytest
 
 from sandboxgym import SnapshotCorrupt
 from sandboxgym import serialization as durable
-from sandboxgym.envs.webshop.session import ShopPage, ShopState
+from sandboxgym.envs.webshop.shop_state import ShopPage, ShopState
 from sandboxgym.envs.webshop.web.browser_page import PageState
 
 COOKIE = {"name": "a", "value": "b", "domain": "127.0.0.1", "path": "/visitor", "expires": -1, "httpOnly": False}

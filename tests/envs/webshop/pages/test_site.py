@@ -15,13 +15,13 @@ from urllib.parse import quote_plus
 import pytest
 from little_shop import LAMP, MUG, RACK, goal_of, shop_in, write
 
-from sandboxgym.envs.webshop import pages
-from sandboxgym.envs.webshop.pages import SELECTED, SEPARATOR
-from sandboxgym.envs.webshop.session import ShopPage, ShopState
+from sandboxgym.envs.webshop import text_pages
 from sandboxgym.envs.webshop.shop import Shop, open_shop
+from sandboxgym.envs.webshop.shop_state import ShopPage, ShopState
 from sandboxgym.envs.webshop.site import markup, server
 from sandboxgym.envs.webshop.site.addresses import path_of, place_of
 from sandboxgym.envs.webshop.site.server import Response, Server, Site
+from sandboxgym.envs.webshop.text_pages import SELECTED, SEPARATOR
 
 VOID = {"meta", "link", "input"}
 
@@ -147,7 +147,7 @@ def check_walk(shop: Shop, site: Site, seed: int) -> int:
         assert visitor.page.pieces and visitor.page.observation == shop.observe(session, "text"), action
         assert [piece.strip() for piece in visitor.page.pieces] == [
             piece.text + (SELECTED if piece.marked and piece.kind == "option" else "")
-            for piece in pages.pieces(shop.view(session))
+            for piece in text_pages.pieces(shop.view(session))
         ]
         assert not visitor.page.outside.strip()
         assert set(visitor.page.links) == set(shop.page(session).clickables)

@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from little_shop import shop_in, write
 
-from sandboxgym.envs.webshop.session import ShopPage, ShopState
 from sandboxgym.envs.webshop.shop import Shop
+from sandboxgym.envs.webshop.shop_state import ShopPage, ShopState
 from sandboxgym.envs.webshop.site import connections, server, sessions
 from sandboxgym.envs.webshop.site.messages import MOST_FIELDS, MOST_FORM, MOST_LINE, Refused, parse
 from sandboxgym.envs.webshop.site.server import Server, Site

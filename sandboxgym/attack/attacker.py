@@ -1,4 +1,4 @@
-"""Attacking program: ``python -m sandboxgym.attack.worker BACKEND PART PATTERN IMAGE``; see ``run.py``."""
+"""Attacking program: ``python -m sandboxgym.attack.attacker BACKEND PART PATTERN IMAGE``; see ``run.py``."""
 
 from __future__ import annotations
 
