@@ -1,9 +1,10 @@
-"""The structure of the packages: no import cycles, and no folder with too many files."""
+"""The structure of the packages: no import cycles, no folder with too many files, one meaning for each name."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,84 @@ LATE_CIRCLES = {
     "sandboxgym.workers.worker": "`make_worker` knows the kinds by name; one imports Ray",
 }
 """A module of every circle that is closed by an import within a function, and why it is left."""
+
+PACKAGES = ("bpo_ref", "sandboxgym", "sandboxgym_pytest")
+"""Packages whose public classes and modules share one space of names."""
+SUITE = "the suite, whose digest identifies its evidence: "
+"""Start of a reason: names of the suite cannot change without invalidating its certificates."""
+SAME_CLASSES = {
+    "Clock": (2, SUITE + "of its trials; that of the rollouts is exported"),
+    "DataNotFound": (2, "one meaning: an environment's data are not on this machine; environments share no module"),
+    "Engine": (
+        2,
+        "one meaning: an inference engine that samples tokens, as a function and on a server; both documented",
+    ),
+    "EngineError": (2, "one meaning, as above: an inference engine gave no usable answer"),
+    "Expert": (5, "one meaning: the protocol, and the expert of each environment that keeps it"),
+    "Limits": (4, "one meaning: limits of what its module runs; three documented, one of the suite"),
+    "Outcome": (2, SUITE + "both are its own"),
+    "Place": (2, SUITE + "both are its own"),
+    "Policy": (2, SUITE + "the policy of its futures; the protocol of rollouts is documented"),
+    "Result": (3, "of a command, of a client's call, of a check: two documented, one of the suite"),
+    "Row": (3, SUITE + "all are its own, each the row of a table"),
+    "SandboxEnvironment": (
+        2,
+        "one meaning: a sandbox as the environment of another project, once per project; documented",
+    ),
+    "Task": (2, "one meaning: a task of `env.tasks()`, and the same with all that SWE-bench knows about it"),
+    "TaskError": (2, "one meaning: an environment's task is malformed; environments share no module"),
+    "Verdict": (2, SUITE + "of a check; Harbor's is documented, on an agent's work"),
+    "Watched": (2, SUITE + "both are its own"),
+}
+"""Public classes of one name: how many, and why they are left."""
+SAME_MODULES = {
+    "archive": (2, "one meaning: files as an archive"),
+    "arguments": (3, "one meaning: arguments of environments, on command lines, checked, varied by the suite"),
+    "backends": (2, "one meaning: the backends of a room, by name"),
+    "baselines": (2, SUITE + "what snapshots are compared with; the trainer's are those of returns"),
+    "box": (2, "one meaning: an agent's sandbox, and the same for a task of Harbor"),
+    "chat_format": (2, "one meaning: the trainer's module gives out the other's"),
+    "clock": (2, SUITE + "both are its own"),
+    "control": (2, SUITE + "control runs; E2B's control plane has E2B's name"),
+    "environments": (2, SUITE + "its environments; the trainer's are those of a run"),
+    "exec": (2, "one meaning: commands started in a sandbox"),
+    "generated": (2, "one meaning: content of an environment that a program writes"),
+    "html": (2, "one meaning: HTML"),
+    "images": (3, "one meaning: container images, of tasks, at Docker, on nodes"),
+    "masks": (2, SUITE + "masks of actions; the trainer's are those of episodes"),
+    "measure": (2, "one meaning: what measures the rows that its neighbours show"),
+    "messages": (2, "one meaning: the messages of the protocol that the room speaks"),
+    "processes": (3, "one meaning: processes of a sandbox, observed and ended; once of the suite"),
+    "protocol": (2, SUITE + "the protocol that it checks; the other is OpenEnv's"),
+    "run": (2, "one meaning: the benchmark that a command runs"),
+    "schedules": (2, "one meaning: where trees fork; the trainer's are made by name"),
+    "sessions": (2, "one meaning: what the clients of a server have open"),
+    "shell": (2, SUITE + "hidden state of a shell; the other is the shell of a service"),
+    "snapshot": (2, SUITE + "its checks of snapshots; the other is a sandbox's"),
+    "store": (2, "one meaning: content kept by holds, layers and snapshots"),
+    "streams": (2, SUITE + "both are its own"),
+    "supervised": (2, SUITE + "watched runs; the trainer's is supervised learning"),
+    "worker": (2, "one meaning: a worker with environments, also in a Ray actor"),
+}
+"""Modules of one name that no pattern below allows: how many, and why they are left."""
+NAMED_AFTER_SUBJECTS = {
+    "sandboxgym/bench": "a benchmark is named after what it measures",
+    "sandboxgym/bench/tools": "the same",
+    "sandboxgym/cli": "a command's module has the name of the command",
+    "sandboxgym/attack": "an attempt is named after what it attacks",
+    "sandboxgym/attack/inside": "the same",
+}
+"""Folders whose modules are named after a module elsewhere, or after what that is about, each with its reason."""
+ROLES = {
+    "sandboxgym/envs": (
+        {"card", "conformance_hooks", "doctor", "env", "expert", "tasks"},
+        "a file each environment has",
+    ),
+    "sandboxgym/sandbox": ({"backend"}, "a file each backend has"),
+}
+"""Names that mean the same in every room below a folder, each with its reason."""
+COMMANDS = {"compare", "study", "variance"}
+"""Modules at the top of `bpo_ref` that only give a name to the command of a module in `experiments/`."""
 
 
 def modules_of(package: Path) -> dict[str, Path]:
@@ -135,6 +214,67 @@ def test_rooms_of_the_environments_package_import_in_one_direction() -> None:
     assert reached("sandbox") == {"system"}
     assert reached("envs") == {"sandbox", "system"}
     assert reached("conformance") == {"wrappers", "system"}
+
+
+def classes_of(path: Path) -> set[str]:
+    """Names of a module's public classes."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and not node.name.startswith("_")}
+
+
+def repeated(names: Iterable[str]) -> dict[str, int]:
+    """Names that occur more than once, with their number."""
+    return {name: count for name, count in Counter(names).items() if count > 1}
+
+
+def named_by_itself(path: Path) -> bool:
+    """Whether a module's name follows from no pattern: see `NAMED_AFTER_SUBJECTS`, `ROLES` and `COMMANDS`."""
+    folder = path.parent.as_posix()
+    if path.stem.startswith("__") or folder in NAMED_AFTER_SUBJECTS:
+        return False
+    if any(folder.startswith(f"{top}/") and path.stem in names for top, (names, _) in ROLES.items()):
+        return False
+    return not (folder == "bpo_ref" and path.stem in COMMANDS)
+
+
+def test_public_classes_of_one_name_mean_the_same_or_have_a_reason() -> None:
+    paths = [path for package in PACKAGES for path in modules_of(ROOT / package).values()]
+    names = [name for path in paths for name in classes_of(path)]
+    assert len(set(names)) > 500
+    assert repeated(names) == {name: count for name, (count, _) in SAME_CLASSES.items()}
+
+
+def test_modules_of_one_name_mean_the_same_or_have_a_reason() -> None:
+    paths = [path.relative_to(ROOT) for package in PACKAGES for path in modules_of(ROOT / package).values()]
+    names = [path.stem for path in paths if named_by_itself(path)]
+    assert len(names) > 250
+    assert repeated(names) == {name: count for name, (count, _) in SAME_MODULES.items()}
+    for folder in (*NAMED_AFTER_SUBJECTS, *ROLES):
+        assert (ROOT / folder).is_dir()
+    assert all((ROOT / "bpo_ref" / f"{name}.py").is_file() for name in COMMANDS)
+
+
+@pytest.mark.parametrize(
+    ("path", "counts"),
+    [
+        ("sandboxgym/envs/new/files.py", True),
+        ("sandboxgym/envs/new/expert.py", False),
+        ("sandboxgym/envs/new/rows/tasks.py", False),
+        ("sandboxgym/workers/expert.py", True),
+        ("sandboxgym/bench/store.py", False),
+        ("bpo_ref/study.py", False),
+        ("bpo_ref/experiments/variance.py", True),
+        ("sandboxgym/sandbox/new/__init__.py", False),
+    ],
+)
+def test_which_names_of_modules_follow_from_a_pattern(path: str, counts: bool) -> None:
+    assert named_by_itself(Path(path)) is counts
+
+
+def test_a_repeated_class_is_found(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class Row:\n    class _Own: ...\n")
+    (tmp_path / "b.py").write_text("class _Own: ...\ndef f():\n    class Row: ...\nclass Other: ...\n")
+    assert repeated(name for path in modules_of(tmp_path).values() for name in classes_of(path)) == {"Row": 2}
 
 
 def importers_of(prefix: str, modules: Mapping[str, Path]) -> set[tuple[str, str]]:
