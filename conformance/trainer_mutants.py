@@ -18,7 +18,7 @@ TESTS: dict[str, tuple[str, ...]] = {
     "packing": ("test_packing.py",),
     "generate": ("test_generate.py", "test_packing.py", "test_loss.py"),
     "policy": ("test_loss.py", "test_chat.py", "test_backends.py", "test_train.py", "test_real_models.py"),
-    "run": LOOP,
+    "run": (*LOOP, "test_interrupted_runs.py"),
     "masks": ("test_masks.py",),
 }
 """Test files of ``tests/bpo_ref`` by what a mutant changes, the likeliest first."""

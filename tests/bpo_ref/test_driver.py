@@ -14,7 +14,7 @@ import pytest
 from fake_engine import FakeServer, Fault, wait_until
 from served_runs import SMALL, pretrained, server_of, trainer_of
 from test_served import contexts, fleet_of, llama, session_of, streams
-from test_train import _signals, assert_same_weights, metrics  # noqa: F401 - a fixture
+from tiny_runs import _signals, assert_same_weights, metrics  # noqa: F401 - a fixture
 from wordgame import Perishing, WordGame
 
 from bpo_ref.args import Args, resolved

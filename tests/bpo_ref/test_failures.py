@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_train import (  # noqa: F401 - fixtures
+from tiny_runs import (  # noqa: F401 - fixtures
     ENVIRONMENT,
     TINY,
     TRAIN,

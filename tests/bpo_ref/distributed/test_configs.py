@@ -18,7 +18,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from checkpoints import small_checkpoint
 from components import missing
 from test_real_models import launch_sharded
-from test_train import metrics, results_of
+from tiny_runs import metrics, results_of
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from bpo_ref.args import Args, parse_args, resolved

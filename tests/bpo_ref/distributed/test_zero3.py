@@ -23,7 +23,7 @@ from test_real_models import (
     launch_sharded,
     trainer_of,
 )
-from test_train import (
+from tiny_runs import (
     ENVIRONMENT,
     TRAIN,
     _signals,  # noqa: F401 - a fixture

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import wordgame
 from test_estimators import credit, settings
-from test_train import TINY, _signals, metrics, trained  # noqa: F401 - a fixture
+from tiny_runs import TINY, _signals, metrics, trained  # noqa: F401 - a fixture
 
 from bpo_ref.args import Args, resolved
 from bpo_ref.config import ConfigError

@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_estimators import grow
 from test_loss import gradient, made, settings
-from test_train import TINY, _signals, metrics, trained  # noqa: F401 - a fixture
+from tiny_runs import TINY, _signals, metrics, trained  # noqa: F401 - a fixture
 
 from bpo_ref.args import Args
 from bpo_ref.learning.batch import Critique, collate, rows_of

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import (  # noqa: F401 - fixtures
+from tiny_runs import (  # noqa: F401 - fixtures
     _signals,
     assert_same_weights,
     metrics,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from test_train import ENVIRONMENT, TINY
+from tiny_runs import ENVIRONMENT, TINY
 
 from bpo_ref.args import parse_args, resolved
 from bpo_ref.experiments import sweep, tables

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import wordgame
 import yaml
-from test_train import TINY
+from tiny_runs import TINY
 
 from bpo_ref.args import Args
 from bpo_ref.experiments.laboratory import Laboratory, run

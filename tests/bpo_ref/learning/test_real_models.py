@@ -23,7 +23,7 @@ import yaml
 from checkpoints import FAMILIES, small_checkpoint, tokenizer_of
 from components import missing
 from test_failures import children
-from test_train import (
+from tiny_runs import (
     ENVIRONMENT,
     TRAIN,
     _signals,  # noqa: F401 - a fixture

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import TINY, _signals, assert_same_weights, metrics, trained  # noqa: F401 - a fixture
+from tiny_runs import TINY, _signals, assert_same_weights, metrics, trained  # noqa: F401 - a fixture
 from wordgame import WordGame
 
 from bpo_ref.learning.checkpoint import CheckpointError

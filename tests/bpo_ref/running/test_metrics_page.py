@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import trained
+from tiny_runs import trained
 
 from bpo_ref.eval import VERDICTS
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tabular import MDP, batches_of
 from test_estimators import CASES, SPARSE, SPLIT, TASKS, Case, grow, scheduled, settings
-from test_train import metrics, trained
+from tiny_runs import metrics, trained
 
 from bpo_ref.run_log import batch_metrics, batch_totals, root_weights, success_of
 from bpo_ref.sampling.generate import Generation

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_train import ENVIRONMENT, TINY, TRAIN, assert_same_weights, config_file, launcher, metrics, trained
+from tiny_runs import ENVIRONMENT, TINY, TRAIN, assert_same_weights, config_file, launcher, metrics, trained
 
 from bpo_ref import train
 from bpo_ref.args import Args, parse_args

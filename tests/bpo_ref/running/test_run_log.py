@@ -12,7 +12,7 @@ from accelerate import Accelerator, tracking
 from accelerate.tracking import GeneralTracker
 from accelerate.utils import LoggerType
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_train import TINY, metrics, trained
+from tiny_runs import TINY, metrics, trained
 from torch.utils.tensorboard import SummaryWriter
 
 from bpo_ref import run_log

@@ -17,7 +17,7 @@ from fake_engine import FakeServer, Fault
 from served_runs import SMALL, pretrained, same, server_of, trainer_of, weights_of
 from tabular import MDP, Comparison, compare
 from tabular_loop import LR, LoopTrainer
-from test_train import ENVIRONMENT, launch
+from tiny_runs import ENVIRONMENT, launch
 
 from bpo_ref import train
 from bpo_ref.args import Args, resolved

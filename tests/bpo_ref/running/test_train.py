@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import enum
 import json
-import os
-import shutil
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import forked
 import numpy as np
 import pytest
 import several
 import torch
 import wordgame
-import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
+from tiny_runs import (  # noqa: F401 - fixtures
+    TINY,
+    TRAIN,
+    _signals,
+    assert_same_weights,
+    config_file,
+    finished,
+    launch,
+    metrics,
+    results_of,
+    trained,
+    weights,
+)
 from wordgame import Keyed
 
 from bpo_ref import eval as evaluation
-from bpo_ref import supervised, train
+from bpo_ref import train
 from bpo_ref.args import Args, parse_args, resolved
 from bpo_ref.baselines import TaskSpread
 from bpo_ref.config import ConfigError
-from bpo_ref.learning.checkpoint import CheckpointError, load_checkpoint
+from bpo_ref.learning.checkpoint import load_checkpoint
 from bpo_ref.learning.models import load_policy
 from bpo_ref.presets import PRESETS
 from bpo_ref.running.environments import opened
@@ -45,70 +49,7 @@ from sandboxgym.tree import Envs
 from sandboxgym.tree.files import files_of_run, load_trees, read_trees
 from sandboxgym.workers.nodes.limits import Limits as NodeLimits
 
-TINY: dict[str, Any] = {
-    "env_id": wordgame.ENV_ID,
-    "eval_kwargs": (),
-    "max_turns": 6,
-    "context": 160,
-    "max_new_tokens": 4,
-    "sft_steps": 3,
-    "sft_episodes": 12,
-    "sft_batch": 4,
-    "updates": 5,
-    "prompts": 4,
-    "width": 2,
-    "eval_episodes": 6,
-    "eval_every": 2,
-    "save_every": 2,
-    "lr": 1e-2,
-}
-
-
-@pytest.fixture(autouse=True)
-def _signals() -> Iterator[None]:
-    """A trainer takes over SIGINT and SIGTERM."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-def trained(out: Path, **options: Any) -> Trainer:
-    trainer = Trainer(Args(**{**TINY, "out": str(out), **options}))
-    trainer.run()
-    return trainer
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    (file,) = (folder / "checkpoint").glob("*.safetensors")
-    return load_file(file)
-
-
-def results_of(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "results.json").read_text())
-
-
-def metrics(folder: Path) -> list[dict[str, float]]:
-    """The log without what the clock says; ``stage`` is 0 for the supervised one, else 1."""
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [
-        {k: v for k, v in line.items() if not k.startswith("time/") and "seconds" not in k}
-        | {"stage": float(line["stage"] == "rl")}
-        for line in lines
-    ]
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    for name, value in weights(one).items():
-        assert torch.equal(value, weights(other)[name]), name
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An uninterrupted run."""
-    out = tmp_path_factory.mktemp("finished")
-    trained(out)
-    return out
+# ruff: noqa: F402, F811
 
 
 # Runs.
@@ -411,196 +352,7 @@ def test_chats_from_a_file_take_the_experts_place(tmp_path: Path) -> None:
             Trainer(Args(**{**TINY, "out": str(tmp_path / "run"), "sft_data": str(path)}))
 
 
-# Interrupted runs.
-
-
-def interrupt(monkeypatch: pytest.MonkeyPatch, method: str, times: int, act: Any) -> None:
-    """Do something after a method of the trainer has been called so many times."""
-    owner = {"save": TrainingSession, "supervised_step": supervised}.get(method, Trainer)
-    original, calls = getattr(owner, method), []
-
-    def wrapped(*args: Any) -> Any:
-        result = original(*args)
-        calls.append(method)
-        if len(calls) == times:
-            act()
-        return result
-
-    monkeypatch.setattr(owner, method, wrapped)
-
-
-class Crash(Exception):
-    pass
-
-
-def crash() -> None:
-    raise Crash
-
-
-def ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-@pytest.mark.parametrize(
-    ("method", "times"),
-    [("supervised_step", 2), ("_optimize", 1), ("_optimize", 2), ("_optimize", 3)],
-    ids=["supervised", "between saves", "at a save", "after a save"],
-)
-def test_stopped_by_ctrl_c_and_resumed_is_uninterrupted(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, times: int
-) -> None:
-    with monkeypatch.context() as patch:
-        interrupt(patch, method, times, ctrl_c)
-        stopped = trained(tmp_path)
-    assert stopped.session.step == times
-    assert not (tmp_path / "results.json").exists()
-    trained(tmp_path, resume=True)
-    assert metrics(tmp_path) == metrics(finished)
-    assert_same_weights(tmp_path, finished)
-    assert results_of(tmp_path)["scores"] == results_of(finished)["scores"]
-
-
-@pytest.mark.parametrize(("method", "times"), [("_optimize", 4), ("_rollouts", 1), ("save", 3)])
-def test_a_crash_goes_on_from_the_last_checkpoint(
-    finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, times: int
-) -> None:
-    with monkeypatch.context() as patch, pytest.raises(Crash):
-        interrupt(patch, method, times, crash)
-        trained(tmp_path)
-    trained(tmp_path, resume=True)
-    assert metrics(tmp_path) == metrics(finished)
-    assert_same_weights(tmp_path, finished)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"algo": "ppo", "epochs": 2},
-        {"algo": "ppo", "gae_steps": "token", "kl": 0.1, "kl_in": "reward"},
-        {"algo": "bpo-split", "roulette": 0.5, "roulette_below": 0.6},
-        {"algo": "bpo-forest"},
-        {"algo": "bpo-tree", "baseline": "critic"},
-        {"algo": "bpo", "match": "tokens", "budget": 2500, "updates": 6, "lr_decay": "linear"},
-        {"algo": "bpo", "allocation": "spread"},
-    ],
-    ids=["ppo", "ppo by token", "split", "forest", "critic", "budget", "uneven roots"],
-)
-def test_every_kind_of_memory_survives_an_interruption(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    trained(tmp_path / "whole", **options)
-    with monkeypatch.context() as patch:
-        interrupt(patch, "_optimize", 2, ctrl_c)
-        trained(tmp_path / "parts", **options)
-    trained(tmp_path / "parts", resume=True, **options)
-    assert metrics(tmp_path / "parts") == metrics(tmp_path / "whole")
-    assert_same_weights(tmp_path / "parts", tmp_path / "whole")
-    mine, theirs = (load_checkpoint(tmp_path / name / "checkpoint") for name in ("parts", "whole"))
-    assert mine["memory"] == theirs["memory"]
-    if mine["value_head"] is not None:
-        assert mine["value_head"]["weight"].any()
-        assert all(torch.equal(value, theirs["value_head"][name]) for name, value in mine["value_head"].items())
-
-
-def test_a_finished_run_resumes_to_itself_and_can_be_prolonged(finished: Path, tmp_path: Path) -> None:
-    trained(tmp_path, updates=3)
-    trained(tmp_path, updates=3, resume=True)
-    assert load_checkpoint(tmp_path / "checkpoint")["step"] == 3
-    trained(tmp_path, updates=5, resume=True)
-    assert_same_weights(tmp_path, finished)
-
-
-@pytest.mark.parametrize(
-    ("options", "field"), [({"lr": 0.5}, "lr"), ({"model": "tiny:1M"}, "model"), ({"algo": "rloo"}, "algo")]
-)
-def test_a_checkpoint_of_other_settings_is_refused(finished: Path, options: dict[str, Any], field: str) -> None:
-    args = resolved(Args(**{**TINY, "out": str(finished), "resume": True, **options}))
-    with pytest.raises(CheckpointError, match=rf"{finished}/checkpoint: was made with {field}="):
-        Trainer(args)
-
-
-def test_a_checkpoint_may_be_older_than_a_setting(finished: Path, tmp_path: Path) -> None:
-    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
-    path = tmp_path / "checkpoint" / "trainer_state.pt"
-    state = torch.load(path, weights_only=True)
-    del state["args"]["allocation"], state["memory"]["spread"]
-    torch.save(state, path)
-    assert trained(tmp_path, resume=True).session.step == TINY["updates"]
-    with pytest.raises(CheckpointError, match="was made with allocation='equal', now it is 'spread'"):
-        trained(tmp_path, resume=True, algo=results_of(finished)["args"]["algo"], allocation="spread")
-
-
-def test_resuming_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=rf"{tmp_path}/checkpoint/trainer_state.pt: .*no such file"):
-        Trainer(resolved(Args(**{**TINY, "out": str(tmp_path), "resume": True})))
-
-
-def test_a_damaged_checkpoint_is_refused(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint"
-    folder.mkdir()
-    (folder / "trainer_state.pt").write_bytes(b"not a checkpoint")
-    with pytest.raises(CheckpointError, match=r"trainer_state.pt: cannot be read"):
-        load_checkpoint(folder)
-    torch.save({"args": {}, "step": 1}, folder / "trainer_state.pt")
-    with pytest.raises(CheckpointError, match=r"trainer_state.pt: lacks .*optimizer"):
-        load_checkpoint(folder)
-
-
-def test_a_crash_between_the_renames_of_a_save_is_mended(tmp_path: Path, finished: Path) -> None:
-    shutil.copytree(finished / "checkpoint", tmp_path / "checkpoint.old")
-    assert load_checkpoint(tmp_path / "checkpoint")["step"] == 5
-    assert not (tmp_path / "checkpoint.old").exists()
-
-
 # Other processes.
-
-TRAIN = Path(train.__file__)
-ENVIRONMENT = {
-    **os.environ,
-    "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), str(TRAIN.parents[1])]),
-    "OMP_NUM_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-    "CUDA_VISIBLE_DEVICES": "",
-}
-
-
-def config_file(folder: Path, **options: Any) -> Path:
-    path = folder / "config.yaml"
-    values = {name: list(v) if isinstance(v, tuple) else v for name, v in {**TINY, **options}.items()}
-    path.write_text(yaml.safe_dump(values))
-    return path
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_killed_process_resumes_bitwise(finished: Path, tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, str(TRAIN), "--config", str(config_file(tmp_path)), "--out", str(tmp_path)]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "checkpoint").exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.send_signal(number)
-        process.wait(timeout=120)
-    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 128 + number)
-    assert not (tmp_path / "results.json").exists()
-    trained(tmp_path, resume=True)
-    assert metrics(tmp_path) == metrics(finished)
-    assert_same_weights(tmp_path, finished)
-
-
-def launcher(script: Path, processes: int) -> list[str]:
-    """Starts a script in several processes: on a CPU only ``--multi_gpu`` makes accelerate do so."""
-    options = ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
-    options += ["--dynamo_backend", "no", "--main_process_port", "0", *(["--multi_gpu"] if processes > 1 else [])]
-    return [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *options, str(script)]
-
-
-def launch(script: Path, out: Path, processes: int, config: Path, *more: str) -> None:
-    """Run a script in processes of its own; one needs no launcher."""
-    start = launcher(script, processes)[1:] if processes > 1 else [str(script)]
-    done = forked.run([*start, "--config", str(config), "--out", str(out), *more], ENVIRONMENT)
-    assert done.returncode == 0, done.stderr[-3000:]
-
 
 COMPARED: dict[str, dict[str, Any]] = {
     "split": {"algo": "bpo", "sft_steps": 0},

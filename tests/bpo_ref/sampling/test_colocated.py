@@ -261,7 +261,7 @@ def test_a_server_whose_keeper_is_killed_is_not_left(runtime: Path, folder: Path
 
 @pytest.mark.slow
 def test_each_of_two_processes_has_a_server(runtime: Path, folder: Path, tmp_path: Path) -> None:
-    from test_train import ENVIRONMENT, launcher
+    from tiny_runs import ENVIRONMENT, launcher
 
     given = {**SMALL, "server": ["colocate"], "model": str(folder), "trackers": []}
     config = tmp_path / "config.json"

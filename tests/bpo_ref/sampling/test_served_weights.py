@@ -317,7 +317,7 @@ def test_servers_get_weights_that_are_sharded(
 @pytest.mark.slow
 def test_two_processes_share_the_servers(folder: Path, tmp_path: Path) -> None:
     """The first publishes weights for both; the trees are those of one process."""
-    from test_train import launch
+    from tiny_runs import launch
 
     found = {}
     for processes in (1, 2):
