@@ -101,7 +101,8 @@ test-adapters: test-openenv test-inspect test-harbor test-verl test-skyrl test-e
 
 test-openenv: setup $(OPENENV)/.installed $(VERIFIERS)/.installed
 	SANDBOXGYM_OPENENV=$(abspath $(OPENENV))/bin/python SANDBOXGYM_VERIFIERS=$(abspath $(VERIFIERS))/bin/python \
-		SANDBOXGYM_REQUIRE=openenv,verifiers $(BIN)/python -m pytest -n 0 --timeout 900 tests/adapters/test_openenv.py $(ARGS)
+		SANDBOXGYM_REQUIRE=openenv,verifiers $(BIN)/python -m pytest -n 0 --timeout 900 \
+		tests/adapters/test_openenv.py tests/adapters/test_openenv_messages.py tests/adapters/test_openenv_package.py $(ARGS)
 
 test-inspect: $(INSPECT)/.installed
 	PYTHONPATH=$(CURDIR) SANDBOXGYM_REQUIRE=inspect-ai,mini-swe-agent \

@@ -23,7 +23,7 @@ SHARED = (
     *("", "support", "tools", "repository", "sandbox", "tree"),
     *("bpo_ref", "bpo_ref/adapters", "bpo_ref/distributed", "bpo_ref/estimators"),
     *("bpo_ref/learning", "bpo_ref/running", "bpo_ref/sampling"),
-    *("conformance", "conformance/probes", "envs/harbor", "envs/webshop"),
+    *("conformance", "conformance/probes", "envs/harbor", "envs/swebench/rows", "envs/webshop"),
 )
 sys.path[:0] = [str(TESTS / room) for room in SHARED]
 

@@ -80,6 +80,11 @@ def future(env: gym.Env[Any, Any], env_id: str, steps: int = 0) -> list[Any]:
     ]
 
 
+def control(env_id: str, steps: int = 0) -> list[Any]:
+    """The future of an episode in which no snapshot was ever taken."""
+    return future(started(env_id, steps=steps), env_id, steps)
+
+
 def fresh_interpreter(code: str, *arguments: Any, cwd: Any, **variables: str) -> str:
     """Run ``code`` in a new Python in ``cwd`` that can import the package and the toys; returns its output."""
     path = os.pathsep.join((str(Path(__file__).parents[2]), str(Path(__file__).parent)))
