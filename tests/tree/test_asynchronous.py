@@ -22,7 +22,6 @@ from asynchronous_cases import (  # noqa: F401 - fixtures
     envs,
     forward,
     held,
-    paths,
     rolled,
     whole,
 )
