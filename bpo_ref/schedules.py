@@ -31,7 +31,12 @@ RULES = {
     "mc": "forks to estimate V̂, at every step or at some",
 }
 """Rules of each ``--schedule`` in words, for viewers of its trees."""
-FAIR = ("none", "entropy-online", "explained", "split")
+FAIR = (
+    "none",
+    "entropy-online",
+    "explained",
+    "split",
+)
 """Schedules that fork before the action and treat all children equally: the paths from a fork are independent draws of
 the policy. Others choose by how a path continued, or only fork to estimate values."""
 

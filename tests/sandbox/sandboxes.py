@@ -12,6 +12,12 @@ from components import missing
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 Maker = Callable[..., Sandbox]
+KINDS = [
+    "overlay",
+    "overlay-rootless",
+    "copy",
+]
+"""Backends on which the tests of sandboxes run."""
 
 
 def check(kind: str) -> None:
@@ -25,7 +31,7 @@ def check(kind: str) -> None:
             missing("overlay", reason)
 
 
-@pytest.fixture(scope="module", params=["overlay", "overlay-rootless", "copy"])
+@pytest.fixture(scope="module", params=KINDS)
 def kind(request: pytest.FixtureRequest) -> str:
     """Name of a backend."""
     check(request.param)
