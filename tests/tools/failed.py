@@ -1,5 +1,6 @@
 """Prepare ``pytest --last-failed`` after a run with ``--dist loadgroup``: without workers ids have no group.
 
+The names stay in a file, which `.ci/run` shows at its end: what passes when it is run again is no less a fault.
 Exits with a message unless one to three tests failed.
 """
 
@@ -12,14 +13,19 @@ from pathlib import Path
 from slowest import ungrouped
 
 CACHE = Path(".pytest_cache/v/cache/lastfailed")
+NAMED = Path(".pytest_cache/failed_beside_others.txt")
+"""File with the names of what is run again, one per line."""
 MOST = 3
 
 
 def main() -> str | None:
     """Rewrite what pytest remembers; returns what to exit with."""
     failed = {ungrouped(name): True for name in json.loads(CACHE.read_text())}
+    if not 0 < len(failed) <= MOST:
+        return f"{len(failed)} tests failed"
     CACHE.write_text(json.dumps(failed, indent=2))
-    return None if 0 < len(failed) <= MOST else f"{len(failed)} tests failed"
+    NAMED.write_text("".join(f"{name}\n" for name in failed))
+    return None
 
 
 if __name__ == "__main__":
