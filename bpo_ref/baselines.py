@@ -276,7 +276,7 @@ class ValueTable:
         return ValueTable(self._decay, state=self.state())
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Content of the value table, for a checkpoint."""
         sums = [(key, list(entry)) for key, entry in self._sums.items()]
         return {"sums": sums, "overall": list(self._overall), "low": list(self._low)}
 
@@ -427,7 +427,7 @@ class TaskSpread:
         self.sums: dict[Any, np.ndarray] = {task: np.array(entry, dtype=float) for task, entry in sums}
 
     def observe(self, summaries: Iterable[TreeSummary]) -> None:
-        """Add a batch."""
+        """Learn the returns of a batch's tasks."""
         for entry in self.sums.values():
             entry *= self._decay
         for summary in summaries:
@@ -510,7 +510,7 @@ class Memory:
         )
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """Content of the memory, for a checkpoint."""
         return {
             "entropies": list(self.entropies.history),
             "values": self.values.state(),

@@ -219,7 +219,7 @@ def defaults(checkpoint: str) -> EvalArgs:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line.
+    """Evaluate a checkpoint: the command ``python -m bpo_ref.eval``.
 
     Raises:
         SystemExit: the checkpoint cannot be loaded, or the environment not made or lost, with the reason.

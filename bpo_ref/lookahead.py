@@ -70,7 +70,7 @@ class Writer(Protocol):
         """Ids of an answer, without a stop token."""
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode ids."""
+        """Decode token ids to the text of an answer."""
 
 
 @dataclass(frozen=True, slots=True)

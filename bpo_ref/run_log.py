@@ -105,7 +105,7 @@ class RunLog:
                 file.write(json.dumps(record) + "\n")
 
     def point(self, record: dict[str, Any]) -> None:
-        """Log an evaluation."""
+        """Log the score of an evaluation at the present update."""
         if self._enabled:
             with self._points.open("a") as file:
                 file.write(json.dumps(record) + "\n")

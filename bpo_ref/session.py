@@ -538,7 +538,7 @@ class TrainingSession:
     # Playing and scoring.
 
     def player(self, temperature: float) -> Any:
-        """The current policy for playing, of the kind that the driver asks; valid until the weights change."""
+        """Policy with the current weights for rollouts, as their driver needs it; valid until the weights change."""
         backend: Any = make_backend(
             self.args.backend,
             self.sampled(),

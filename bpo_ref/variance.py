@@ -8,7 +8,7 @@ from bpo_ref.experiments.variance import VarianceStudy, table
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the command ``python -m bpo_ref.variance``."""
     study = tyro.cli(VarianceStudy, config=(tyro.conf.FlagConversionOff,))
     from bpo_ref.experiments.laboratory import run  # imports PyTorch, which takes seconds: --help needs none of it
 

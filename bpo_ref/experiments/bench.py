@@ -330,12 +330,12 @@ class OneTurn(SnapshotEnv[str, str]):
 
 
 def words_for(task: int) -> str:
-    """Words of a task."""
+    """Words that stand for a task of the benchmark's environment."""
     return " ".join(random.Random(task).choices(WORDS, k=20))
 
 
 def right(answer: str) -> float:
-    """Reward of an answer."""
+    """Reward of an answer: 1 if its length is even."""
     return float(len(answer) % 2 == 0)
 
 
@@ -643,7 +643,7 @@ BENCHES = {
 
 
 def main() -> None:
-    """Print the results as Markdown."""
+    """Measure the trainer's speed, and print the results as Markdown."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("name", choices=[*BENCHES, "trl-side"])
     parser.add_argument("--repeats", type=int, default=5)

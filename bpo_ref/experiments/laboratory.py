@@ -229,7 +229,7 @@ def _digest(path: Path) -> str:
 
 
 def run(study: VarianceStudy, *, progress: Callable[..., Any] = tqdm) -> list[Line]:
-    """Measure and write.
+    """Measure all methods of a study, and write the results as they come.
 
     Raises:
         ValueError: a method, or the configuration, is not one.

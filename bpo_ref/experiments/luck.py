@@ -63,7 +63,7 @@ def run(study: VarianceStudy) -> str:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Print the variance of returns that remains without the luck of decisions."""
     study = tyro.cli(VarianceStudy, config=(tyro.conf.FlagConversionOff,))
     try:
         print(run(replace(study, methods=METHODS) if study.methods == VarianceStudy.methods else study))

@@ -118,7 +118,7 @@ def draw(docs: Path) -> None:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Make the tables and pictures of the results pages again from the committed data."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("docs", nargs="?", type=Path, default=Path("docs"), help="folder of the pages")
     docs = parser.parse_args().docs

@@ -275,7 +275,7 @@ PLOTS = {"curves": learning_curve, "gains": gains}
 
 
 def main() -> None:
-    """Run the command line."""
+    """Draw learning curves, or gains of variants, from the logs of runs."""
     import argparse
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

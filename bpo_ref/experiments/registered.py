@@ -158,12 +158,12 @@ def rate_label(rate: float) -> str:
 
 
 def label_of(method: str, size: str, rate: float) -> str:
-    """Name of a setting."""
+    """Name of a study's setting, of which its folders are made."""
     return f"{method}.g{size}.lr{rate_label(rate)}"
 
 
 def words_of(method: str, size: str, rate: float) -> str:
-    """Arguments of a setting."""
+    """Command-line arguments of a study's setting."""
     return f"{METHODS[method].words} {METHODS[method].sizes[size]} --lr {rate}"
 
 
@@ -485,7 +485,7 @@ def _mean_error(values: NDArray[np.float64]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Run, continue or show the registered study."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     actions = parser.add_subparsers(dest="action", required=True)
     runs = actions.add_parser("run", help="work through the queue of a domain")

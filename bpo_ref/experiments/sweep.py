@@ -178,7 +178,7 @@ def run_all(commands: Sequence[Sequence[str]], log: Path, jobs: int) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Run the command ``python -m bpo_ref.study``: one training run per setting and seed."""
     given = list(sys.argv[1:] if argv is None else argv)
     extra = given[given.index("--") + 1 :] if "--" in given else []
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -2,9 +2,9 @@
 
     python -m bpo_ref.compare --out runs/study-tables runs/study/*-seed*
 
-Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes the
-numbers behind the tables to one file (`experiments/study_archive.py`), which can replace the folders: it is small enough to
-be committed beside a table, and reproduces it. Metrics, as the BPO paper defines them:
+Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes
+the numbers behind the tables to one file (`experiments/study_archive.py`), which can replace the folders: it is small
+enough to be committed beside a table, and reproduces it. Metrics, as the BPO paper defines them:
 
 - steps, tokens and seconds to 90 % of the best baseline's final success, and steps to GRPO's: from the start, at the
   evaluations, interpolated linearly between them;
@@ -136,7 +136,7 @@ def spent_until(points: Sequence[Sequence[float]], level: float) -> float:
 
 
 def grouped(runs: Sequence[Path], metric: Metric = "success") -> dict[str, list[Finished]]:
-    """Runs by label."""
+    """Group finished runs by their label."""
     return {label: [Finished(run, metric) for run in found] for label, found in by_label(runs).items()}
 
 
@@ -306,7 +306,7 @@ def _mean(values: Sequence[float], form: str = "{:,.0f}") -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command line."""
+    """Run the command ``python -m bpo_ref.compare``: finished runs side by side."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", nargs="+", type=Path, help="folders of finished runs, or files written by --data")
     parser.add_argument("--out", type=Path, required=True, help="write OUT-table.md and OUT.png")

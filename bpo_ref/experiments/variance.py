@@ -52,7 +52,7 @@ BUDGETS = ("returns", "env_steps", "tokens")
 
 @dataclass(frozen=True)
 class VarianceStudy:
-    """Settings of a measurement."""
+    """Settings of a measurement of gradient variance."""
 
     checkpoint: str
     """Folder of the policy's weights and tokenizer."""

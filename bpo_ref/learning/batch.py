@@ -91,7 +91,7 @@ def rows_of_path(path: Path) -> list[PathRow]:
 
 
 def collate(rows: Sequence[PathRow], device: torch.device | str) -> Batch:
-    """Pad rows to tensors."""
+    """Pad rows to one length, and stack them to tensors."""
     longest = max(len(row.ids) for row in rows)
     shape = len(rows), longest - 1  # filled as arrays: an assignment costs a fraction of one to a tensor
     ids = np.zeros((len(rows), longest), dtype=np.int64)

@@ -50,7 +50,7 @@ def settle_cpu(threads: int) -> None:
 
 
 class Output(NamedTuple):
-    """Output of `ActorCritic`."""
+    """Output of `ActorCritic`: logits of tokens and values of states."""
 
     logits: Tensor
     """Logits [B, T, vocabulary]."""

@@ -43,7 +43,7 @@ class Example(NamedTuple):
 
 
 def told_of(info: Any) -> tuple[float, ...]:
-    """Validate and convert ``info["features"]``.
+    """Validate ``info["features"]``, and convert it to a tuple of numbers.
 
     Raises:
         ConfigError: they are not finite numbers.
@@ -82,7 +82,7 @@ class ValueNetwork:
         self._kept: deque[tuple[Tensor, Tensor, Tensor]] = deque(state.get("kept", []), maxlen=self.KEPT)
 
     def state(self) -> dict[str, Any]:
-        """State for a checkpoint."""
+        """State of the value network, for a checkpoint."""
         return {
             "weights": [weight.clone() for weight in self._weights],
             "scale": self._scale,

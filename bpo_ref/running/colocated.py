@@ -175,12 +175,12 @@ def last_words(log: Path) -> str:
 
 
 def python_of(args: Args) -> str:
-    """The Python that has vLLM."""
+    """Path of the Python that has vLLM."""
     return args.server_python or os.environ.get("SANDBOXGYM_VLLM") or sys.executable
 
 
 def command_of(args: Args, folder: Path, *, cuda: bool) -> list[str]:
-    """Command of a server for these settings, without its socket.
+    """Command line that starts a vLLM server for a run, without its socket.
 
     Args:
         args: settings of the run.

@@ -40,7 +40,7 @@ def say_from_signal(text: str) -> None:
 
 
 class StageProgress:
-    """Progress of a stage.
+    """Progress of a stage of training, as a bar or as lines.
 
     Args:
         label: name of the stage.

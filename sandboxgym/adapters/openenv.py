@@ -124,11 +124,11 @@ class Client:
         return _result(self._ask("reset", {key: value for key, value in given.items() if value is not None}))
 
     def step(self, action: Any) -> Result:
-        """Do an action: a member of the action space as JSON has it."""
+        """Take a step; ``action`` is a member of the action space as JSON has it."""
         return self.send({"action": action})
 
     def send(self, action: Mapping[str, Any]) -> Result:
-        """Do an action with the fields of the server's own schema, for other servers of OpenEnv."""
+        """Take a step with the fields of the server's own action schema, for other servers of OpenEnv."""
         return _result(self._ask("step", dict(action)))
 
     def state(self) -> dict[str, Any]:

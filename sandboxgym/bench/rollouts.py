@@ -150,7 +150,7 @@ class SlowServer:
 
 @dataclass
 class FoundPaths:
-    """Measurement of one driver."""
+    """Trees, tokens and seconds of one driver's rollouts."""
 
     name: str
     trees: list[RolloutTree] = field(default_factory=list)

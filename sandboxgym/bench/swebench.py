@@ -352,7 +352,7 @@ class Beside:
         self.loads: list[float] = []
 
     def look(self) -> None:
-        """Take a sample."""
+        """Sample the machine's load, and time a loop and a new interpreter."""
         self.loads.append(os.getloadavg()[0])
         with self.loop.one():
             sum(range(1_000_000))

@@ -185,7 +185,7 @@ def release_leases(place: str, names: Sequence[str], address: str | None, *, eve
 
 
 def lines_of(found: FleetStatus) -> Iterator[str]:
-    """The state as text."""
+    """The state of a fleet as lines of text."""
     alive, usage = sum(node.alive for node in found.nodes), found.usage
     gone = f" ({len(found.nodes) - alive} gone)" if alive < len(found.nodes) else ""
     rate = sum(owner.steps_per_second for owner in found.owners)

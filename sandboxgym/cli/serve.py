@@ -15,7 +15,7 @@ from sandboxgym.cli import OK, CommandError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until interrupted."""
+    """Run ``sandboxgym serve`` until interrupted."""
     if argv[:1] == ["mcp"]:
         from sandboxgym.cli import serve_mcp
 

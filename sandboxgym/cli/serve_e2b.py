@@ -19,7 +19,7 @@ KEYS = "SANDBOXGYM_E2B_KEYS"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until interrupted."""
+    """Serve sandboxes with E2B's API until interrupted."""
     parser = argparse.ArgumentParser(prog="sandboxgym serve e2b", description=(__doc__ or "").replace("``", ""))
     parser.add_argument("--host", default="127.0.0.1", help="interface (default: 127.0.0.1, this machine only)")
     parser.add_argument("--port", type=int, default=3000, help="0: a free port (default: 3000)")

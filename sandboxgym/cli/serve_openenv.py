@@ -20,7 +20,7 @@ LOCAL = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until interrupted."""
+    """Serve environments with OpenEnv's protocol until interrupted."""
     parser = argparse.ArgumentParser(prog="sandboxgym serve openenv", description=(__doc__ or "").replace("``", ""))
     parser.add_argument(
         "env_ids",

@@ -91,7 +91,7 @@ class ServiceMethod:
 
 
 async def serve(request: Request, method: ServiceMethod) -> Response:
-    """Answer one call."""
+    """Answer one call of a client of E2B."""
     kind = request.headers.get("content-type", "").split(";")[0].strip().lower()
     streams = method.stream is not None or method.client_streams
     prefix = "application/connect+" if streams else "application/"

@@ -40,7 +40,7 @@ class Rate:
         self._left, self._at = self._most, time.monotonic()
 
     def take(self, number: int = 1) -> None:
-        """Count requests.
+        """Count requests of a client against its rate.
 
         Raises:
             RequestRefused: they are too many.

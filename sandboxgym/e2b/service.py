@@ -650,7 +650,7 @@ class Service:
             tenant.keeping -= 1
 
     async def close(self) -> None:
-        """End everything."""
+        """End all sandboxes of the service, and release its snapshots."""
         self._over.set()
         await asyncio.gather(*(self.kill(box) for box in list(self._boxes.values())), return_exceptions=True)
         for tenant in [self._everybody, *(self._tenants or {}).values()]:

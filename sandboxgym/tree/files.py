@@ -35,7 +35,7 @@ class TreeFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class TreeFile:
-    """Content of a file."""
+    """Content of a file of rollout trees."""
 
     trees: list[RolloutTree]
     about: dict[str, Any] = field(default_factory=dict)

@@ -111,7 +111,7 @@ class Reset:
         return EnvJob(env, reset=(self.seed, options), capture=True, look=self.look)
 
     def note(self, done: EnvResult) -> tuple[Begun, float, float]:
-        """Record what the calls gave; the result of ``env.reset``, the seconds spent on capturing and resetting."""
+        """Record the captured root; returns what ``env.reset`` returned, and the seconds of capturing and resetting."""
         assert done.begun is not None
         self.snap, self.ahead = done.snap, done.ahead
         return done.begun, done.capturing, done.stepping

@@ -58,7 +58,7 @@ def place(given: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Command line."""
+    """Run the command ``python -m bpo_ref.experiments.phase``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder of the pages")
     commands = parser.add_subparsers(dest="command", required=True)

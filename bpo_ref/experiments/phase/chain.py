@@ -90,7 +90,7 @@ class Chain:
 
     @property
     def mean(self) -> float:
-        """Mean return v̄."""
+        """Mean return v̄ of the chain's policy."""
         return float(self.values[0, 0])
 
     @property

@@ -85,7 +85,7 @@ def along(product: float) -> tuple[float, float]:
 
 
 def read_settings(docs: Path) -> list[DiagramSetting]:
-    """The measured settings."""
+    """Read the measured settings from the data committed below ``docs``."""
     path = docs / FOLDER / "settings.jsonl"
     records = map(json.loads, path.read_text(encoding="utf-8").splitlines() if path.exists() else [])
     return [

@@ -70,7 +70,7 @@ def forked(tree: RolloutTree, args: Args) -> list[tuple[Edge, float]]:
 
 
 def place(study: VarianceStudy) -> DiagramPlace:
-    """Measure L and ρ.
+    """Measure where a setting lies on the phase diagram: lateness L and quality ρ of V̂.
 
     Args:
         study: policy, environment, tasks, batches for V̂ (``pilot``) and batches measured (``repeats``).

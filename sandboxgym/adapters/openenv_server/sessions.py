@@ -138,7 +138,7 @@ class EnvSession:
         return self.last
 
     def step(self, data: Mapping[str, Any]) -> Answer:
-        """Do an action."""
+        """Take a step in the session's environment; returns the observation in the protocol's form."""
         if self.last is None:
             raise SessionRefused("EXECUTION_ERROR", "expected a reset before the first step, found none")
         action = from_json(self.env.action_space, data["action"])
@@ -545,7 +545,7 @@ def from_json(space: gym.Space[Any], given: Any) -> Any:
 
 
 def brief_space(space: gym.Space[Any]) -> str:
-    """A space in words."""
+    """Describe a space in words."""
     return "text" if isinstance(space, Unicode) else brief(str(space), 160).strip("'\"")
 
 

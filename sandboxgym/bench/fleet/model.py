@@ -53,7 +53,7 @@ def fitted(measured: Sequence[OwnerCosts]) -> Costs:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """Outcome of a simulation."""
+    """Outcome of a simulation of a fleet."""
 
     steps_per_second: float
     owner: float

@@ -254,7 +254,7 @@ def _late(seconds: int, *_: object) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> None:
-    """Print all tables.
+    """Measure a fleet, and print all tables.
 
     Raises:
         FleetError: the cluster does not start, or has no room.

@@ -36,7 +36,7 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class TableRow:
-    """One row.
+    """A row of the table of speeds: what is measured, and what a user would do instead.
 
     Args:
         name: dotted, the subject first; runs are compared by it.

@@ -43,7 +43,7 @@ class NotWritten(TaskError):
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One instruction."""
+    """One instruction of a Dockerfile."""
 
     line: int
     name: str

@@ -41,7 +41,7 @@ _SHOWN = 20_000
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Verdict on the work."""
+    """Verdict of a task's tests on the agent's work."""
 
     reward: float
     """``reward`` of the file, or its only value; of several others the mean."""

@@ -45,7 +45,7 @@ _PATIENCE = 20, 45
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Parsed instruction."""
+    """An instruction as its parts: product, attributes, options and price."""
 
     text: str
     cap: float

@@ -31,7 +31,7 @@ class TextPiece(NamedTuple):
 
 
 def text(view: View) -> str:
-    """Render the page in one line."""
+    """Render a page of the shop as one line of text."""
     shown = "" if view.compat == "upstream" else SELECTED
     return SEPARATOR.join(
         piece.text.strip() + (shown if piece.marked and piece.kind == "option" else "") for piece in pieces(view)

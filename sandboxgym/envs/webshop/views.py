@@ -25,7 +25,7 @@ _BUTTON_NAMES = frozenset(name.lower() for name in (SEARCH, BACK, PREV, NEXT, BU
 
 
 class Click(NamedTuple):
-    """A clickable element."""
+    """A clickable element of a page of the shop."""
 
     kind: Literal["button", "product", "option"]
     value: str
@@ -74,7 +74,7 @@ class Purchase:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Content of a page."""
+    """Content of a page of the shop, before it is rendered."""
 
     page: PageType
     compat: Compat

@@ -104,7 +104,7 @@ def environment(value: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
 
 
 def instances(value: Iterable[str] | None) -> list[str] | None:
-    """Check names of tasks."""
+    """Check the names of tasks that an environment is restricted to."""
     if value is None:
         return None
     if isinstance(value, str | bytes) or not isinstance(value, Iterable):

@@ -40,7 +40,7 @@ class AgentStart(Protocol):
 
     @property
     def digest(self) -> tuple[str, str]:
-        """`AgentBox.digest` of it."""
+        """`AgentBox.digest` of the captured state."""
 
 
 class AgentBox:

@@ -99,7 +99,7 @@ class AgentTask(Protocol):
 
 
 class AgentVerdict(Protocol):
-    """Verdict on the work."""
+    """Verdict on an agent's work."""
 
     @property
     def reason(self) -> str:

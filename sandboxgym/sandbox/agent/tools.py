@@ -51,7 +51,7 @@ class Bash:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """Call of the editor."""
+    """A call of the file editor by the agent."""
 
     command: str
     path: str

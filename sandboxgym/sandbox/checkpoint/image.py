@@ -39,7 +39,7 @@ OPTIONS: Mapping[str, Value] = {
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """Metadata of an image."""
+    """Metadata of CRIU's image of a container's processes."""
 
     leader: int
     """Process id of the shell, inside."""

@@ -146,7 +146,7 @@ class SnapshotTree:
 
     @property
     def nbytes(self) -> int:
-        """Nothing on this machine."""
+        """Bytes on this machine: none."""
         return 0
 
     def pack(self) -> bytes:
@@ -157,7 +157,7 @@ class SnapshotTree:
         return _PACKED + (b"" if self._kept is None else self._kept.name.encode())
 
     def retain(self) -> SnapshotTree:
-        """Another hold."""
+        """Add a hold on the snapshot."""
         self._check()
         return SnapshotTree(self.template, self._kept)
 
@@ -209,7 +209,7 @@ class RemoteProcess:
 
     @property
     def pid(self) -> int | None:
-        """Nothing that this machine knows."""
+        """Process id on this machine: there is none."""
         return None
 
     def wait(self, timeout: float | None = None) -> int | None:
@@ -370,12 +370,12 @@ class E2BBackend(Backend):
                 remote.commands.run(f"kill -9 {numbers} 2>/dev/null || true", timeout=30)
 
     def written(self) -> Written | None:
-        """Nothing: it is hidden."""
+        """Files written since the start: unknown, because the service hides them."""
         self.live_remote()
         return None
 
     def layers_above(self, tree: object) -> list[Path] | None:
-        """Nothing: it is hidden."""
+        """Directories of the files written: unknown, because the service hides them."""
         self.live_remote()
         return None
 

@@ -48,7 +48,7 @@ class RemoteShell(Shell):
         super().__init__(backend, env=env, cwd=cwd, output=output)
 
     def start(self) -> None:
-        """Nothing to do."""
+        """Start the shell: nothing to do, because each command starts a process of its own."""
 
     def execute(self, command: str, *, timeout: float, raw: int = 0) -> Result:
         """Run a command to its end; see `Shell.execute`."""
@@ -73,20 +73,20 @@ class RemoteShell(Shell):
         raise SandboxError("a sandbox of this backend has no terminal to interact with: use execute()")
 
     def interrupt(self) -> Interaction:
-        """Refused, see `interact`."""
+        """Refuse to interrupt a command; see `interact`."""
         raise SandboxError("no command runs")
 
     def state(self) -> ShellState | None:
-        """Nothing: it is a file of the sandbox."""
+        """State of the shell: None, because it is a file of the sandbox."""
         return None
 
     @property
     def known_state(self) -> ShellState | None:
-        """Nothing, see `state`."""
+        """State of the shell, if it is known without asking: None; see `state`."""
         return None
 
     def rest(self) -> None:
-        """Nothing to wait for."""
+        """Wait until the shell is idle: it always is."""
 
     def redirected(self) -> tuple[str, ...]:
         """No descriptors are kept."""
@@ -97,4 +97,4 @@ class RemoteShell(Shell):
         return False
 
     def close(self) -> None:
-        """Nothing to close."""
+        """Close the shell: nothing to do."""

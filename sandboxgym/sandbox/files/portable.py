@@ -42,7 +42,7 @@ _LARGEST_HEADER = 16 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class ArchiveHeader:
-    """Header of an archive."""
+    """Header of a portable archive of files."""
 
     base: str
     deleted: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class ArchiveHeader:
 
 
 class ArchiveWriter:
-    """Writer of an archive.
+    """Writer of a portable archive of files.
 
     Args:
         header: its first member.

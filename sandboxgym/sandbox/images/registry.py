@@ -56,7 +56,7 @@ class Image:
 
     @property
     def blobs(self) -> tuple[Blob, ...]:
-        """All parts."""
+        """All parts of the image: its configuration and its layers."""
         return (self.config, *self.layers)
 
 

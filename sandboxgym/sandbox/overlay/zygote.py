@@ -165,7 +165,7 @@ class Zygote:
             self.work()
 
     def answer(self, request: tuple[Any, ...], descriptors: list[int]) -> None:
-        """Execute a request."""
+        """Execute a request of the owner."""
         what, *rest = request
         if what == "embryo":
             self.pending.append(rest[0])

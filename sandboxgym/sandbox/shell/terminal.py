@@ -39,7 +39,7 @@ class Capture:
         """True if ``end`` was seen."""
 
     def feed(self, chunk: bytes) -> None:
-        """Take the next bytes."""
+        """Take the next bytes of the program's output."""
         if self.complete:
             return
         data = self._carry + chunk if self._carry else chunk

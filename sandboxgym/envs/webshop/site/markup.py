@@ -38,7 +38,7 @@ _DOCUMENT = """<!doctype html>
 
 @functools.cache
 def style() -> str:
-    """The style sheet."""
+    """Style sheet of the website."""
     return resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
 
 
