@@ -217,7 +217,8 @@ from pathlib import Path
 from bpo_ref.experiments import registered, sweep
 from bpo_ref.experiments.registered import StudyEnvironment
 sweep.TRAIN = Path({script!r})
-registered.DOMAINS = {{"alfworld": StudyEnvironment("alfworld-tiny", "success", "", "", "", "", (100,), (200,), ("grpo",), ())}}
+tiny = StudyEnvironment("alfworld-tiny", "success", "", "", "", "", (100,), (200,), ("grpo",), ())
+registered.DOMAINS = {{"alfworld": tiny}}
 registered.main(["run", "alfworld", "--out", {out!r}, "--data", {data!r}])
 """
 FAKE = """
