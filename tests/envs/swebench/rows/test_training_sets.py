@@ -33,7 +33,7 @@ from rows_of_others import (
 from sandboxgym.envs.swebench.rows.row_files import TaskError
 from sandboxgym.envs.swebench.rows.tasks import from_row
 from sandboxgym.envs.swebench.workspaces import hiding
-from sandboxgym.envs.swebench.workspaces.workspace import Settings, forget_prepared, pristine
+from sandboxgym.envs.swebench.workspaces.workspace import WorkspaceSettings, forget_prepared, pristine
 from sandboxgym.sandbox.base import SandboxUnavailable
 
 
@@ -311,7 +311,7 @@ def test_the_wrong_image_is_refused(
     if row.get("docker_image") == "smith":
         row["docker_image"] = request.getfixturevalue("smith")["image_name"]
     with pytest.raises(TaskError, match=message) as error:
-        pristine(from_row(row), Settings(backend="overlay"))
+        pristine(from_row(row), WorkspaceSettings(backend="overlay"))
     assert len(str(error.value)) < 1500
 
 
