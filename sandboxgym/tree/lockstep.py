@@ -475,7 +475,7 @@ class Lockstep(Driver):
         return True
 
     def passed(self) -> bool:
-        """Whether the deadline of the rollout has passed."""
+        """True if the deadline of the rollout has passed."""
         return self.deadline is not None and time.monotonic() > self.deadline
 
     def drop_live(self, cohort: _Cohort) -> None:
