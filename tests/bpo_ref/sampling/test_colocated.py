@@ -28,11 +28,13 @@ from bpo_ref.running import colocated, keeper
 from bpo_ref.running.colocated import OwnServer, command_of, environment_of
 from bpo_ref.session import TrainingFailed
 from bpo_ref.train import Trainer
-from sandboxgym.system import proc
+from sandboxgym.system import proc, run_directories
 
 HERE = Path(__file__).parent
 TRAIN = HERE.parents[2] / "bpo_ref/train.py"
 COLOCATE: dict[str, Any] = {"server": ("colocate",)}
+ALL = 4
+"""Processes of a server: two of its keeper, the server, its child."""
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +111,7 @@ def test_a_run_with_its_own_server_learns_what_one_with_another_server_does(
         theirs = trainer_of(folder, tmp_path / "theirs", server)
         theirs.run()
     mine = own_trainer(folder, tmp_path / "mine")
-    assert len(alive(runtime)) == 3, "keeper, server, its child"
+    assert len(alive(runtime)) == ALL, "keepers, server, its child"
     assert not list((tmp_path / "mine/served/start").glob("*.safetensors")), "read, and as large as the model"
     (claimed,) = runtime.glob("served-*")
     assert claimed.stat().st_mode & 0o077 == 0, "others cannot reach the server"
@@ -136,9 +138,9 @@ def test_adapters_alone_reach_its_own_server(runtime: Path, folder: Path, tmp_pa
 @pytest.mark.slow
 def test_two_runs_on_a_machine_do_not_meet(runtime: Path, folder: Path, tmp_path: Path) -> None:
     one, other = (own_trainer(folder, tmp_path / name) for name in ("one", "other"))
-    assert len(alive(runtime)) == 6
+    assert len(alive(runtime)) == 2 * ALL
     one.run()
-    assert len(alive(runtime)) == 3
+    assert len(alive(runtime)) == ALL
     other.run()
     assert same(weights_of(one), weights_of(other))
 
@@ -222,7 +224,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(
     """The fixture looks for processes and folders that are left."""
     monkeypatch.setenv("FAKE_VLLM", {"starting": "hangs", "stubborn": "stubborn"}.get(phase, ""))
     process = program(folder, tmp_path / "out", updates=1000)
-    wait_until(lambda: len(alive(runtime)) == 3)
+    wait_until(lambda: len(alive(runtime)) == ALL)
     if phase != "starting":
         wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists())
     process.kill()
@@ -236,7 +238,7 @@ def test_ctrl_c_ends_the_server_with_the_run(
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "hangs" if phase == "starting" else "")
     process = program(folder, tmp_path / "out", updates=1000)
-    wait_until(lambda: len(alive(runtime)) == 3)
+    wait_until(lambda: len(alive(runtime)) == ALL)
     if phase == "learning":
         wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists())
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -254,9 +256,51 @@ def test_a_server_whose_keeper_is_killed_is_not_left(runtime: Path, folder: Path
     own._keeper.kill()
     with pytest.raises(TrainingFailed, match="the server has ended"):
         trainer.run()
-    for pid in alive(runtime):  # the stand-in's child has a session of its own, which vLLM's have not
-        assert Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
-        os.kill(pid, signal.SIGKILL)
+    assert not alive(runtime)
+
+
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from bpo_ref.running.colocated import OwnServer
+own = OwnServer([sys.argv[1], "-m", "vllm.entrypoints.cli.main", "serve", "none"], os.environ, Path(sys.argv[2]))
+time.sleep(1000)
+"""
+"""A trainer that has only just started its server."""
+
+
+@pytest.mark.parametrize("killed", ["first", "second", "group", "both"])
+def test_nothing_outlives_a_trainer_and_a_keeper_killed_at_the_same_moment(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    """They are stopped first, so that none of them sees the end of another one."""
+    monkeypatch.setenv("FAKE_VLLM", "stubborn" if killed == "first" else "hangs")
+    command = [sys.executable, "-c", OWNER, os.environ["SANDBOXGYM_VLLM"], str(tmp_path / "log")]
+    environment = {**os.environ, "PYTHONPATH": str(TRAIN.parents[1])}
+    process = subprocess.Popen(command, env=environment, start_new_session=True)
+    wait_until(lambda: any(command_line(pid).startswith(b"sleep") for pid in alive(runtime)))
+    (child,) = (pid for pid in alive(runtime) if command_line(pid).startswith(b"sleep"))
+    assert os.getsid(child) == child and len(alive(runtime)) == ALL
+    (first,) = (pid for pid in alive(runtime) if proc.stat(pid).parent == process.pid)
+    (second,) = (pid for pid in alive(runtime) if proc.stat(pid).parent == first)
+    if killed == "group":
+        ends: list[Any] = [(os.kill, process.pid), (os.killpg, first)]
+    else:
+        keepers = {"first": [first], "second": [second], "both": [first, second]}[killed]
+        ends = [(os.kill, pid) for pid in (process.pid, *keepers)]
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for kill, pid in ends:
+            kill(pid, number)
+    process.wait()
+    if killed == "both":
+        wait_until(lambda: alive(runtime) == {child})
+        (left,) = run_directories.reap()
+        assert left.removed
+        assert not alive(runtime)
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.slow
@@ -341,6 +385,6 @@ def test_a_server_ends_when_nobody_knows_it_any_more(runtime: Path, tmp_path: Pa
     """As of a session whose making failed later."""
     command = [os.environ["SANDBOXGYM_VLLM"], "-m", "vllm.entrypoints.cli.main", "serve", "none"]
     own = OwnServer(command, os.environ | {"FAKE_VLLM": "hangs"}, tmp_path / "log")
-    wait_until(lambda: len(alive(runtime)) == 3)
+    wait_until(lambda: len(alive(runtime)) == ALL)
     del own
     assert not alive(runtime)
