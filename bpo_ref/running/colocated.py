@@ -16,6 +16,7 @@ weights of every token.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import platform
@@ -30,6 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from bpo_ref.config import ConfigError
 from bpo_ref.running import keeper
@@ -229,6 +231,12 @@ def environment_of(args: Args, device: torch.device, environment: Mapping[str, s
     return kept
 
 
+def start_folder(args: Args) -> Path:
+    """Folder with the model that servers are started with; runs that share ``server_weights`` have one each."""
+    name = hashlib.sha256(str(Path(args.out).resolve()).encode()).hexdigest()[:12]
+    return Path(args.server_weights or Path(args.out) / "served").resolve() / f"start-{name}"
+
+
 def started(
     args: Args,
     model: CausalLM,
@@ -257,7 +265,7 @@ def started(
             f"server: colocate is for the processes of one machine, found {', '.join(sorted(hosts))}: start a server "
             "per GPU there, and name their addresses"
         )
-    folder = Path(args.server_weights or Path(args.out) / "served").resolve() / "start"
+    folder = start_folder(args)
     own: OwnServer | None = None
     try:
         _together(gather, partial(_write, args, model, tokenizer, folder) if accelerator.is_main_process else _nothing)
@@ -289,7 +297,7 @@ def _write(args: Args, model: CausalLM, tokenizer: PreTrainedTokenizerBase, fold
     try:
         write_weights(model, folder, dtype=getattr(torch, args.dtype), adapted=args.server_sends != "adapters")
         tokenizer.save_pretrained(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"server: colocate: the weights cannot be written to {folder} ({described(error)})"
         ) from error

@@ -49,9 +49,9 @@ def main(argv: list[str]) -> int:
         _adopt_orphans()  # a fork does not inherit it
         return _cleared(folder, _run(command, [watched, first, told]))
     ended = os.pidfd_open(second)
-    if ended not in select.select([watched, ended, told], [], [])[0]:  # the second one knows it, too
-        if not select.select([ended], [], [], POLITE + 5.0)[0]:
-            os.kill(second, signal.SIGKILL)
+    select.select([watched, ended, told], [], [])
+    if not select.select([ended], [], [], POLITE + 5.0)[0]:  # the second one was told as well
+        os.kill(second, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
     _end_all()
     return _cleared(folder, status if status >= 0 else 128 - status)

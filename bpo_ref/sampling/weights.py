@@ -249,6 +249,11 @@ class Publisher:
         self._count = 0
         self._published: tuple[CausalLM, int] | None = None
 
+    @property
+    def writes(self) -> Path:
+        """Beginning of the paths of all folders that it writes."""
+        return self.folder / f"{self._name}-"
+
     def current(self, model: CausalLM) -> bool:
         """True if the engines have these weights."""
         found = self._published

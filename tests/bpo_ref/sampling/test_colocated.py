@@ -112,12 +112,13 @@ def test_a_run_with_its_own_server_learns_what_one_with_another_server_does(
         theirs.run()
     mine = own_trainer(folder, tmp_path / "mine")
     assert len(alive(runtime)) == ALL, "keepers, server, its child"
-    assert not list((tmp_path / "mine/served/start").glob("*.safetensors")), "read, and as large as the model"
+    assert not list((tmp_path / "mine/served").glob("start-*/*.safetensors")), "read, and as large as the model"
     (claimed,) = runtime.glob("served-*")
     assert claimed.stat().st_mode & 0o077 == 0, "others cannot reach the server"
     mine.run()
     assert same(weights_of(mine), weights_of(theirs))
     assert not alive(runtime), "it ends with the run, not later"
+    assert not list((tmp_path / "mine/served").iterdir())
 
 
 @pytest.mark.slow
@@ -170,6 +171,15 @@ def test_a_log_that_cannot_be_written_refuses_the_run(runtime: Path, folder: Pat
     (tmp_path / "out/servers").write_text("not a folder")
     with pytest.raises(ConfigError, match=r"server: colocate cannot start a server with the log .*servers"):
         own_trainer(folder, tmp_path / "out")
+
+
+def test_a_disk_without_room_for_the_first_weights_refuses_the_run(
+    runtime: Path, folder: Path, tmp_path: Path, disk: Path
+) -> None:
+    (disk / "filler").write_bytes(bytes(500_000))
+    with pytest.raises(ConfigError, match=r"server: colocate: the weights cannot be written to .*No space left"):
+        own_trainer(folder, tmp_path / "out", server_weights=str(disk / "weights"))
+    assert not list((disk / "weights").iterdir())
 
 
 def test_a_socket_of_too_long_a_path_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from components import missing
-from fake_engine import FakeServer, Fault
+from fake_engine import FakeServer, Fault, wait_until
 from safetensors import SafetensorError
 from served_runs import (
     SMALL,
@@ -26,6 +27,7 @@ from served_runs import (
     trainer_of,
     weights_of,
 )
+from test_train import ENVIRONMENT
 from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
@@ -162,6 +164,82 @@ def test_weights_that_cannot_be_written_stop_all_processes_with_a_sentence(
     with pytest.raises(KeyError):
         several._ask(full)
     assert len(told) == 2
+
+
+def test_a_disk_that_is_full_stops_the_run_which_more_room_resumes(
+    folder: Path, tmp_path: Path, disk: Path, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    """Its 1 MiB have room for one set of weights (0.8 MB), and the file of the next one ends in the middle."""
+    with server_of(folder) as server:
+        options: dict[str, Any] = {"updates": 3, "save_every": 1, "server_weights": str(disk / "weights")}
+        filler = disk / "filler"
+        full = r"server_weights: the weights cannot be written to .*No space left on device.*"
+        with pytest.raises(TrainingFailed, match=rf"{full}; nothing was saved before"):
+            trainer_of(folder, tmp_path, server, **options).run()
+        assert server.loads == 1 and not list((disk / "weights").iterdir())
+        subprocess.run(["mount", "-o", "remount,size=3m", disk], check=True)
+        trainer = trainer_of(folder, tmp_path, server, **options, overwrite=True)
+        optimize = trainer._optimize
+
+        def filled(trees: Any) -> dict[str, float]:
+            if trainer.session.step == 1:
+                filler.write_bytes(bytes(1_800_000))
+            return optimize(trees)
+
+        trainer._optimize = filled  # type: ignore[method-assign]
+        with pytest.raises(TrainingFailed, match=rf"{full}up to rl step 2 is in .*--resume continues"):
+            trainer.run()
+        assert server.loads == 1 + 3, "nothing of the file that ends early is loaded"
+        assert not list((disk / "weights").iterdir())
+        filler.unlink()
+        again = trainer_of(folder, tmp_path, server, **options, resume=True)
+        again.run()
+    assert same(weights_of(again), uninterrupted)
+
+
+KILLED = Path(__file__).with_name("killed_while_writing.py")
+LEARNING = TRAIN.parents[1] / "tests/bpo_ref/running/killed_in_update.py"
+
+
+@pytest.mark.parametrize("phase", ["it learns", "it writes weights", "the server loads them"])
+def test_a_run_that_is_killed_continues_with_weights_that_are_proven(
+    folder: Path, tmp_path: Path, uninterrupted: dict[str, torch.Tensor], phase: str
+) -> None:
+    with server_of(folder) as server:
+        args = {**SMALL, "updates": 3, "save_every": 1, "model": str(folder), "out": str(tmp_path / "out")}
+        args |= {"server": [server.url], "server_weights": str(tmp_path / "served")}
+        program = LEARNING if phase == "it learns" else KILLED
+        step = 9 if phase == "the server loads them" else 1
+        process = subprocess.Popen([sys.executable, str(program), json.dumps(args), str(step)], env=ENVIRONMENT)
+
+        def strike(number: int) -> bool:
+            """In the middle of the second update's weights: nobody names their version or ends the pause."""
+            if process.poll() is None and phase == "the server loads them" and number == 2:
+                process.kill()
+                process.wait()
+                return True
+            return False
+
+        server.load_fault = strike
+        assert process.wait(300) == -signal.SIGKILL
+        left = list((tmp_path / "served").iterdir())
+        assert len(left) == (1 if phase == "it learns" else 2)
+        wait_until(lambda: phase != "the server loads them" or (server.paused and server.version == LOADING))
+        again = trainer_of(
+            folder,
+            tmp_path / "out",
+            server,
+            updates=3,
+            save_every=1,
+            resume=True,
+            server_weights=args["server_weights"],
+        )
+        assert again.session.step == 1
+        assert not any(path.exists() for path in left), "as large as the model, and nobody's"
+        again.run()
+        assert not server.paused
+    assert same(weights_of(again), uninterrupted)
+    assert not list((tmp_path / "served").iterdir())
 
 
 @pytest.fixture(scope="module")
