@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -273,34 +273,50 @@ OWNER = """
 import os, sys, time
 from pathlib import Path
 from bpo_ref.running.colocated import OwnServer
-own = OwnServer([sys.argv[1], "-m", "vllm.entrypoints.cli.main", "serve", "none"], os.environ, Path(sys.argv[2]))
+own = OwnServer(sys.argv[2:], os.environ, Path(sys.argv[1]))
 time.sleep(1000)
 """
-"""A trainer that has only just started its server."""
+
+
+def owner(log: Path, *command: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
+    """A trainer that has only just started its server."""
+    whole = [sys.executable, "-c", OWNER, str(log), *command]
+    environment = {**environment, "PYTHONPATH": str(TRAIN.parents[1])}
+    return subprocess.Popen(whole, env=environment, start_new_session=True)
+
+
+def keepers_of(process: subprocess.Popen[bytes], runtime: Path) -> tuple[int, int]:
+    """Both processes of a trainer's keeper, the second of which is a child of the first."""
+    (first,) = (pid for pid in alive(runtime) if proc.stat(pid).parent == process.pid)
+    (second,) = (pid for pid in alive(runtime) if proc.stat(pid).parent == first)
+    return first, second
+
+
+def killed_at_once(*pids: int) -> None:
+    """They are stopped first, so that none of them sees the end of another one."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
 
 
 @pytest.mark.parametrize("killed", ["first", "second", "group", "both"])
 def test_nothing_outlives_a_trainer_and_a_keeper_killed_at_the_same_moment(
     runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
 ) -> None:
-    """They are stopped first, so that none of them sees the end of another one."""
+    """The fixture looks for what is left. The server's child has a session of its own."""
     monkeypatch.setenv("FAKE_VLLM", "stubborn" if killed == "first" else "hangs")
-    command = [sys.executable, "-c", OWNER, os.environ["SANDBOXGYM_VLLM"], str(tmp_path / "log")]
-    environment = {**os.environ, "PYTHONPATH": str(TRAIN.parents[1])}
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    wait_until(lambda: any(command_line(pid).startswith(b"sleep") for pid in alive(runtime)))
+    program = os.environ["SANDBOXGYM_VLLM"]
+    process = owner(tmp_path / "log", program, "-m", "vllm.entrypoints.cli.main", "serve", "none")
+    try:
+        wait_until(lambda: any(command_line(pid).startswith(b"sleep") for pid in alive(runtime)))
+    except AssertionError:
+        process.kill()
+        raise
     (child,) = (pid for pid in alive(runtime) if command_line(pid).startswith(b"sleep"))
     assert os.getsid(child) == child and len(alive(runtime)) == ALL
-    (first,) = (pid for pid in alive(runtime) if proc.stat(pid).parent == process.pid)
-    (second,) = (pid for pid in alive(runtime) if proc.stat(pid).parent == first)
-    if killed == "group":
-        ends: list[Any] = [(os.kill, process.pid), (os.killpg, first)]
-    else:
-        keepers = {"first": [first], "second": [second], "both": [first, second]}[killed]
-        ends = [(os.kill, pid) for pid in (process.pid, *keepers)]
-    for number in (signal.SIGSTOP, signal.SIGKILL):
-        for kill, pid in ends:
-            kill(pid, number)
+    first, second = keepers_of(process, runtime)
+    groups = {"first": [first], "second": [second], "group": [-first], "both": [first, second]}
+    killed_at_once(process.pid, *groups[killed])
     process.wait()
     if killed == "both":
         wait_until(lambda: alive(runtime) == {child})

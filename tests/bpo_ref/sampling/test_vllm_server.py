@@ -26,10 +26,12 @@ from fake_engine import wait_until
 from over_sockets import SocketGroup
 from safetensors.torch import load_file, save_file
 from served_runs import assert_greedy_trees_are_equal, greedily, moved, pretrained, told, trainer_of
-from test_colocated import alive
+from test_colocated import alive, command_line, keepers_of, killed_at_once, owner
 
+from bpo_ref.args import Args
 from bpo_ref.config import ConfigError
 from bpo_ref.running import servers
+from bpo_ref.running.colocated import command_of, environment_of
 from bpo_ref.sampling import nccl, served, vllm, weights
 from bpo_ref.sampling.nccl import described
 from bpo_ref.session import TrainingFailed
@@ -246,6 +248,25 @@ def test_the_run_s_own_server_learns_and_ends_with_it(
     trainer_of(folder, tmp_path / "out", server=("colocate",), server_timeout=60.0).run()
     assert_little_mismatch(tmp_path / "out")
     assert not alive(runtime) and not list(runtime.glob("served-*"))
+    shutil.rmtree(runtime)
+
+
+def test_nothing_of_its_own_server_outlives_a_trainer_and_a_keeper_killed_at_the_same_moment(
+    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the engine in processes of its own, as on a GPU, which outlive the server if nobody ends them."""
+    runtime = Path(tempfile.mkdtemp(prefix="run-"))
+    monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(runtime))
+    args = Args(backend="vllm", server=("colocate",), context=160, server_python=PYTHON)
+    environment = environment_of(args, torch.device("cpu"), os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    process = owner(tmp_path / "log", *command_of(args, untied, cuda=False), environment=environment)
+    try:
+        wait_until(lambda: any(command_line(pid).startswith(b"VLLM::EngineCore") for pid in alive(runtime)), 300)
+        killed_at_once(process.pid, keepers_of(process, runtime)[0])
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not alive(runtime) and not list(runtime.glob("served-*")), 60)
     shutil.rmtree(runtime)
 
 
