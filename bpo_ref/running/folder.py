@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 SETTINGS = "settings.yaml"
 LOCK = ".lock"
 PUBLISHED = "published.json"
+_OF_RUNS = re.compile(r"(start-)?[0-9a-f]{12}-?")
+"""Beginnings of the names of folders that runs write for servers."""
 CHECKPOINTS = ("checkpoint", "checkpoint.old", "sft", "sft.old")
 LOGS = ("metrics.jsonl", "scores.jsonl", "results.json")
 OTHERS = (
@@ -128,9 +130,11 @@ def remove_published(out: Path) -> None:
     """Remove what `published` tells of, if there is a note."""
     try:
         beginnings = [Path(beginning) for beginning in json.loads((out / PUBLISHED).read_bytes())]
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, ValueError, TypeError):
         return
     for beginning in beginnings:
+        if not _OF_RUNS.fullmatch(beginning.name):  # a folder of somebody else's may say anything
+            continue
         for path in beginning.parent.glob("*"):
             if path.name.startswith(beginning.name):
                 shutil.rmtree(path, ignore_errors=True)

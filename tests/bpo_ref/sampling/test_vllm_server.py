@@ -216,6 +216,15 @@ def test_weights_of_another_version_are_replaced_before_anything_is_learned(
         assert edge.action.data.sampler_logps == pytest.approx(edge.action.data.logps, abs=1e-4)
 
 
+def test_a_server_that_a_killed_trainer_has_left_in_the_middle_of_loading_is_taken_up_again(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    server.post("/pause?mode=wait", {})
+    server.post("/update_weight_version", {"new_version": vllm.LOADING})
+    trainer_of(folder, tmp_path, server).run()
+    assert_little_mismatch(tmp_path)
+
+
 def test_a_run_that_does_not_fit_is_refused(server: Server, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a context of at least 161 tokens, found 160"):
         trainer_of(folder, tmp_path, server, context=161)
