@@ -174,9 +174,22 @@ def test_a_run_learns_from_its_turns(
 
 def assert_little_mismatch(out: Path) -> None:
     """Two updates learned from turns of the trainer's own weights."""
-    updates = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    apart = [update["rollout/sampler_mismatch"] for update in updates if "rollout/sampler_mismatch" in update]
+    apart = [update["rollout/sampler_mismatch"] for update in updates_of(out)]
     assert len(apart) == 2 and max(apart) < 1e-4
+
+
+def updates_of(out: Path) -> list[dict[str, float]]:
+    """What a run has logged of its updates."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "rollout/sampler_mismatch" in line]
+
+
+def test_rollouts_are_sampled_beside_an_update(server: Server, folder: Path, tmp_path: Path) -> None:
+    """With the weights from before it: after the first update they are not the trainer's any more."""
+    trainer_of(folder, tmp_path, server, updates=3, lr=0.1, staleness=1, tis=2.0).run()
+    first, second, third = updates_of(tmp_path)
+    assert first["rollout/staleness"] == 0 and second["rollout/staleness"] == third["rollout/staleness"] == 1
+    assert first["rollout/sampler_mismatch"] < 1e-4 < third["rollout/sampler_mismatch"]
 
 
 def test_the_same_streams_give_the_same_turns(server: Server, folder: Path, tmp_path: Path) -> None:
