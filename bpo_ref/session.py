@@ -266,7 +266,10 @@ class TrainingSession:
         state = self.state()
         weights = self.strategy.whole(self.policy) if policy is None else None
         if self.accelerator.is_main_process:
-            save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
+            try:
+                save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
+            except OSError as error:
+                raise TrainingFailed(f"out: {folder} cannot be written ({described(error)})") from error
             if folder.name == "checkpoint" and self.stage == "rl":  # before the others continue, and open the next ones
                 journals.forget(self.out, before=self.step)
         if folder.name == "checkpoint":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import gc
 import os
 import shutil
 import signal
@@ -176,6 +177,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]).returncode:
         missing("mount", "this process cannot mount a disk")
     yield folder
+    gc.collect()  # errors hold the open files that they are about
     subprocess.run(["umount", folder], check=True)
 
 

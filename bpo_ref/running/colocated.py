@@ -31,9 +31,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError
 
 from bpo_ref.config import ConfigError
+from bpo_ref.learning.checkpoint import writing
 from bpo_ref.running import keeper
 from bpo_ref.sampling.engine import EngineError, EngineUnavailable
 from bpo_ref.sampling.vllm import DEVELOPER, RUNTIME_ADAPTERS, VllmEngine
@@ -295,9 +295,10 @@ def _nothing() -> None:
 
 def _write(args: Args, model: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     try:
-        write_weights(model, folder, dtype=getattr(torch, args.dtype), adapted=args.server_sends != "adapters")
-        tokenizer.save_pretrained(folder)
-    except (OSError, SafetensorError) as error:
+        with writing():
+            write_weights(model, folder, dtype=getattr(torch, args.dtype), adapted=args.server_sends != "adapters")
+            tokenizer.save_pretrained(folder)
+    except OSError as error:
         raise ConfigError(
             f"server: colocate: the weights cannot be written to {folder} ({described(error)})"
         ) from error

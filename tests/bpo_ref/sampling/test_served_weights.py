@@ -32,6 +32,7 @@ from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import defaults
+from bpo_ref.learning.checkpoint import STATE, save_checkpoint
 from bpo_ref.learning.models import add_adapter, load_policy
 from bpo_ref.learning.tiny import TINY_SIZES, tiny_model
 from bpo_ref.run_log import RunLog
@@ -195,6 +196,43 @@ def test_a_disk_that_is_full_stops_the_run_which_more_room_resumes(
         again = trainer_of(folder, tmp_path, server, **options, resume=True)
         again.run()
     assert same(weights_of(again), uninterrupted)
+
+
+def test_a_checkpoint_without_room_leaves_the_one_before(folder: Path, tmp_path: Path, disk: Path) -> None:
+    """Whatever is being written when the disk is full: weights, the tokenizer or the trainer's state."""
+    model, tokenizer = load_policy(folder)
+    state = {"optimizer": torch.zeros(100_000)}
+    subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+    save_checkpoint(disk / "checkpoint", model, tokenizer, state)
+    size = sum(path.stat().st_blocks for path in (disk / "checkpoint").iterdir()) * 512
+    full = set()
+    for room in (400_000, 854_000, 1_100_000):
+        (disk / "filler").write_bytes(bytes(4 * 2**20 - size - room))
+        with pytest.raises(OSError) as error:
+            save_checkpoint(disk / "checkpoint", model, tokenizer, state)
+        full.add(type(error.value.__cause__))
+        assert load_checkpoint_of(disk / "checkpoint") == 100_000
+        assert {path.name for path in disk.iterdir()} == {"checkpoint", "filler"}
+    assert len(full) == 3, "by three libraries"
+    with server_of(folder) as server:
+        trainer = trainer_of(folder, disk / "out", server, save_every=1, server_weights=str(tmp_path))
+        with pytest.raises(
+            TrainingFailed, match=r"out: .*out/checkpoint cannot be written \(.*nothing was saved before"
+        ):
+            trainer.run()
+
+
+def load_checkpoint_of(folder: Path) -> int:
+    return len(torch.load(folder / STATE, weights_only=True)["optimizer"])
+
+
+def test_the_folder_for_a_server_on_a_disk_without_room_is_refused_and_not_left(folder: Path, disk: Path) -> None:
+    filler = disk / "filler"
+    for size in (500_000, 183_000):  # too much for the weights, and for the tokenizer beside them
+        filler.write_bytes(bytes(size))
+        with pytest.raises(SystemExit, match=r"error: folder: .*served cannot be written \(.*No space left on device"):
+            weights_module.main([str(folder), str(disk / "served")])
+        assert list(disk.iterdir()) == [filler]
 
 
 KILLED = Path(__file__).with_name("killed_while_writing.py")
