@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import hashlib
-import gc
 import os
 import shutil
 import signal
