@@ -266,7 +266,10 @@ class TrainingSession:
         state = self.state()
         weights = self.strategy.whole(self.policy) if policy is None else None
         if self.accelerator.is_main_process:
-            save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
+            try:
+                save_checkpoint(folder, policy or self.policy, self.tokenizer, state, weights=weights)
+            except OSError as error:
+                raise TrainingFailed(f"out: {folder} cannot be written ({described(error)})") from error
             if folder.name == "checkpoint" and self.stage == "rl":  # before the others continue, and open the next ones
                 journals.forget(self.out, before=self.step)
         if folder.name == "checkpoint":
@@ -340,6 +343,8 @@ class TrainingSession:
         self.eval_envs.close()
         if self._servers is not None:
             self._servers.close()
+            if self.accelerator.is_main_process:
+                folder.remove_published(self.out)
         if self._lock is not None:
             self._lock.close()
 
@@ -574,9 +579,22 @@ class TrainingSession:
         Raises:
             ConfigError: one is not there, or serves something else.
         """
+        if self.accelerator.is_main_process:
+            folder.remove_published(self.out)  # of a start that was killed
+        try:
+            return self._servers_for(model)
+        except BaseException:
+            if self.accelerator.is_main_process:
+                folder.remove_published(self.out)
+            raise
+
+    def _servers_for(self, model: CausalLM) -> servers.Servers:
         args, own, engines = self.args, None, None
+        start = [colocated.start_folder(args)] if args.colocated else []
         if args.colocated:
             self.say(f"{'server':<12} vLLM starts here; its log is in {self.out / 'servers'}")
+            if self.accelerator.is_main_process:
+                folder.published(self.out, *start)
             own, engines = colocated.started(args, model, self.tokenizer, self.accelerator, self.gather)
         publisher = servers.publisher_of(
             args,
@@ -586,6 +604,8 @@ class TrainingSession:
             engines=engines,
             device=self.accelerator.device,
         )
+        if self.accelerator.is_main_process:
+            folder.published(self.out, publisher.writes, *start)
         sleeps = args.server_sleeps or (args.colocated and self.accelerator.device.type == "cuda")
         found = servers.Servers(publisher, self.accelerator, sharded=self.strategy.sharded, sleeps=sleeps, own=own)
         try:

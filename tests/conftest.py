@@ -176,6 +176,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
     if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", folder]).returncode:
         missing("mount", "this process cannot mount a disk")
     yield folder
+    gc.collect()  # errors hold the open files that they are about
     subprocess.run(["umount", folder], check=True)
 
 

@@ -12,12 +12,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers.utils import logging
 
 logging.disable_progress_bar()  # of writing and loading weights: a line for every checkpoint
 
 STATE = "trainer_state.pt"
 FIELDS = {"args", "stage", "step", "counters", "memory", "scores", "optimizer", "value_head", "sharded"}
+
+
+_NOT_WRITTEN = ("(os error ", "inline_container.cc", "PytorchStreamWriter", "iostream error")
+"""In messages of tokenizers (the first one) and of PyTorch, about a file that cannot be written."""
 
 
 class CheckpointError(ValueError):
@@ -43,6 +48,22 @@ def save_checkpoint(
 
 
 @contextlib.contextmanager
+def writing() -> Iterator[None]:
+    """Context in which files that cannot be written, such as on a full disk, are an `OSError` whoever writes them.
+
+    Libraries in other languages raise types of their own: safetensors, tokenizers (a bare `Exception`) and PyTorch.
+    """
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        if isinstance(error, SafetensorError) or any(sign in str(error) for sign in _NOT_WRITTEN):
+            raise OSError(str(error).partition("\n")[0]) from error
+        raise
+
+
+@contextlib.contextmanager
 def replaced(folder: Path) -> Iterator[Path]:
     """Context in which a new folder is made at the path that it yields; at the end it takes the place of ``folder``.
 
@@ -52,7 +73,12 @@ def replaced(folder: Path) -> Iterator[Path]:
     fresh, old = folder.with_name(folder.name + ".new"), folder.with_name(folder.name + ".old")
     for leftover in (fresh, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    yield fresh
+    try:
+        with writing():
+            yield fresh
+    except BaseException:  # such as on a full disk, where its space is needed
+        shutil.rmtree(fresh, ignore_errors=True)
+        raise
     if folder.exists():
         folder.rename(old)
     fresh.rename(folder)

@@ -4,7 +4,8 @@ What this module promises:
 
 1. A server is there for its process alone: it listens on a Unix socket in a folder that no other user can enter, so no
    port has to be free, and two runs on a machine do not meet.
-2. It ends with its process, however that ends, and leaves neither processes nor files but its log (`keeper`).
+2. It ends with its process, however that ends, and leaves neither processes nor files but its log (`keeper`). If both
+   processes of the keeper are killed as well, the next run on the machine ends what is left, or ``sandboxgym gc``.
 3. A server that does not start, or ends, ends the run with a sentence that names its log.
 4. On a GPU it is on its process's own, and sleeps whenever nothing is sampled.
 
@@ -15,6 +16,8 @@ weights of every token.
 
 from __future__ import annotations
 
+import hashlib
+import logging
 import os
 import platform
 import subprocess
@@ -30,10 +33,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bpo_ref.config import ConfigError
+from bpo_ref.learning.checkpoint import writing
 from bpo_ref.running import keeper
 from bpo_ref.sampling.engine import EngineError, EngineUnavailable
 from bpo_ref.sampling.vllm import DEVELOPER, RUNTIME_ADAPTERS, VllmEngine
 from bpo_ref.sampling.weights import write_weights
+from sandboxgym.sandbox.base import SandboxError
+from sandboxgym.sandbox.copy import processes
 from sandboxgym.system import run_directories
 from sandboxgym.tree.envs import described
 
@@ -43,6 +49,11 @@ if TYPE_CHECKING:
 
     from bpo_ref.args import Args
     from bpo_ref.learning.models import CausalLM
+
+logger = logging.getLogger("sandboxgym")
+
+KIND = "served"
+run_directories.register_reaper(KIND, "sandboxgym.sandbox.copy.processes:reap")
 
 LONGEST_START = 10.0
 """A server may take this many times ``server_timeout`` to start."""
@@ -96,7 +107,7 @@ class OwnServer:
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
-        folder = run_directories.claim("served")
+        folder = run_directories.claim(KIND)
         path, temporary = folder / "socket", folder / "t"
         self.log, self.url = log, f"unix://{path}"
         try:
@@ -110,7 +121,7 @@ class OwnServer:
             with log.open("ab") as file:
                 self._keeper = subprocess.Popen(
                     [sys.executable, keeper.__file__, str(os.getpid()), str(folder), *command, "--uds", str(path)],
-                    env={**environment, "TMPDIR": str(temporary)},
+                    env={**environment, "TMPDIR": str(temporary), processes.MARK: folder.name},  # for the reaper
                     cwd=folder,  # Python looks for modules in it
                     stdin=subprocess.DEVNULL,
                     stdout=file,
@@ -157,9 +168,10 @@ def _end(process: subprocess.Popen[bytes], folder: Path, owner: int) -> None:
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()
-    with suppress(ProcessLookupError):  # of a keeper that was killed: what was left of its process group
-        os.killpg(process.pid, 9)
-    run_directories.give_back(folder)
+    try:
+        run_directories.give_back(folder)  # the reaper ends what a keeper that was killed has left
+    except (OSError, SandboxError) as error:
+        logger.warning("a server of this run is left, for `sandboxgym gc` to end: %s", error)
 
 
 def last_words(log: Path) -> str:
@@ -219,6 +231,12 @@ def environment_of(args: Args, device: torch.device, environment: Mapping[str, s
     return kept
 
 
+def start_folder(args: Args) -> Path:
+    """Folder with the model that servers are started with; runs that share ``server_weights`` have one each."""
+    name = hashlib.sha256(str(Path(args.out).resolve()).encode()).hexdigest()[:12]
+    return Path(args.server_weights or Path(args.out) / "served").resolve() / f"start-{name}"
+
+
 def started(
     args: Args,
     model: CausalLM,
@@ -247,7 +265,7 @@ def started(
             f"server: colocate is for the processes of one machine, found {', '.join(sorted(hosts))}: start a server "
             "per GPU there, and name their addresses"
         )
-    folder = Path(args.server_weights or Path(args.out) / "served").resolve() / "start"
+    folder = start_folder(args)
     own: OwnServer | None = None
     try:
         _together(gather, partial(_write, args, model, tokenizer, folder) if accelerator.is_main_process else _nothing)
@@ -277,8 +295,9 @@ def _nothing() -> None:
 
 def _write(args: Args, model: CausalLM, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     try:
-        write_weights(model, folder, dtype=getattr(torch, args.dtype), adapted=args.server_sends != "adapters")
-        tokenizer.save_pretrained(folder)
+        with writing():
+            write_weights(model, folder, dtype=getattr(torch, args.dtype), adapted=args.server_sends != "adapters")
+            tokenizer.save_pretrained(folder)
     except OSError as error:
         raise ConfigError(
             f"server: colocate: the weights cannot be written to {folder} ({described(error)})"

@@ -1,4 +1,4 @@
-"""Folder of a run: its name, its lock, and the file with the settings that the run was started with.
+"""Folder of a run: its name, its lock, its settings, and a note of the weights that it has written for servers.
 
 A folder that holds a run is never overwritten silently: a new run there is refused unless it continues the old one
 (``--resume``) or clears the folder first (``--overwrite``). Only one process may train in a folder at a time.
@@ -7,6 +7,7 @@ A folder that holds a run is never overwritten silently: a new run there is refu
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shutil
@@ -28,12 +29,15 @@ if TYPE_CHECKING:
 
 SETTINGS = "settings.yaml"
 LOCK = ".lock"
+PUBLISHED = "published.json"
+_OF_RUNS = re.compile(r"(start-)?[0-9a-f]{12}-?")
+"""Beginnings of the names of folders that runs write for servers."""
 CHECKPOINTS = ("checkpoint", "checkpoint.old", "sft", "sft.old")
 LOGS = ("metrics.jsonl", "scores.jsonl", "results.json")
 OTHERS = (
     SETTINGS, "checkpoint.new", "sft.new", "adapter", "demonstrations.jsonl", "results.md",
     "learning_curve.png", "samples.txt", "trees", "trees.json", "trees.html", "tensorboard", "trackers", "served",
-    "servers", "inflight",
+    "servers", "inflight", PUBLISHED,
 )  # fmt: skip
 OWN = (*CHECKPOINTS, *LOGS, *OTHERS)
 """Everything that a run writes into its folder and `clear` removes."""
@@ -83,7 +87,8 @@ def refusal(args: Args) -> str | None:
 
 
 def clear(out: Path) -> None:
-    """Remove the files of a run from its folder, and nothing else."""
+    """Remove the files of a run from its folder, and what `published` tells of; nothing else."""
+    remove_published(out)
     unfinished = [path for path in out.glob(".*") if any(is_temporary(path.name, of=name) for name in OWN)]
     for path in [*(out / name for name in OWN), *unfinished]:
         if path.is_dir() and not path.is_symlink():
@@ -111,6 +116,29 @@ def lock(out: Path) -> IO[str] | None:
         file.close()
         return None
     return file
+
+
+def published(out: Path, *beginnings: Path) -> None:
+    """Note with which paths the folders begin that a run is going to write for servers, maybe outside its own folder.
+
+    If the run is killed they stay, as large as the model; the next start in its folder removes them.
+    """
+    write_atomic(out / PUBLISHED, json.dumps([str(beginning) for beginning in beginnings]).encode())
+
+
+def remove_published(out: Path) -> None:
+    """Remove what `published` tells of, if there is a note."""
+    try:
+        beginnings = [Path(beginning) for beginning in json.loads((out / PUBLISHED).read_bytes())]
+    except (FileNotFoundError, ValueError, TypeError):
+        return
+    for beginning in beginnings:
+        if not _OF_RUNS.fullmatch(beginning.name):  # a folder of somebody else's may say anything
+            continue
+        for path in beginning.parent.glob("*"):
+            if path.name.startswith(beginning.name):
+                shutil.rmtree(path, ignore_errors=True)
+    (out / PUBLISHED).unlink(missing_ok=True)
 
 
 @contextmanager

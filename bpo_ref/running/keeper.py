@@ -9,7 +9,10 @@ What it promises:
 1. The command ends when the owner does, also where the owner was killed; so do all of its descendants, also those that
    left its process group, for orphans become this program's children.
 2. The folder, which holds the server's socket and its temporary files, is removed afterwards.
-3. If this program itself is killed, the kernel kills the command.
+3. This program is two processes, each of which can do that alone: either may be killed, also at the same moment as the
+   owner. They have sessions of their own, so that the kill of one's process group does not reach the other.
+4. If both are killed, the kernel kills the command. What that leaves is ended by the reaper of the owner's run
+   directories: everything that the command starts has the folder's name in its environment (`colocated.OwnServer`).
 """
 
 from __future__ import annotations
@@ -31,8 +34,6 @@ POLITE = 10.0
 def main(argv: list[str]) -> int:
     """Run the command until it, the owner or this program is to end; returns the command's status, as shells do."""
     owner, folder, command = int(argv[0]), argv[1], argv[2:]
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     told = _told_to_end()
     try:
         watched = os.pidfd_open(owner)
@@ -40,7 +41,26 @@ def main(argv: list[str]) -> int:
         return _cleared(folder, 1)
     if os.getppid() != owner:  # it ended before it was watched, and another process has its number
         return _cleared(folder, 1)
+    first = os.pidfd_open(os.getpid())
+    _adopt_orphans()
+    second = os.fork()
+    if not second:
+        os.setsid()
+        _adopt_orphans()  # a fork does not inherit it
+        return _cleared(folder, _run(command, [watched, first, told]))
+    ended = os.pidfd_open(second)
+    select.select([watched, ended, told], [], [])
+    if not select.select([ended], [], [], POLITE + 5.0)[0]:  # the second one was told as well
+        os.kill(second, signal.SIGKILL)
+    status = os.waitstatus_to_exitcode(os.waitpid(second, 0)[1])
+    _end_all()
+    return _cleared(folder, status if status >= 0 else 128 - status)
+
+
+def _run(command: list[str], until: list[int]) -> int:
+    """Run the command until it ends or one of these descriptors can be read; returns its status, as shells do."""
     me = os.getpid()
+    libc = ctypes.CDLL(None, use_errno=True)
 
     def in_child() -> None:
         libc.prctl(PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
@@ -51,20 +71,27 @@ def main(argv: list[str]) -> int:
         child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=in_child)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}", file=sys.stderr, flush=True)
-        return _cleared(folder, 127)
-    ended = os.pidfd_open(child.pid)
-    select.select([watched, ended, told], [], [])
+        return 127
+    select.select([*until, os.pidfd_open(child.pid)], [], [])
     child.terminate()
     end = time.monotonic() + POLITE
     while child.poll() is None and time.monotonic() < end:
         time.sleep(0.05)
     _end_all()
     status = child.wait()
-    return _cleared(folder, status if status >= 0 else 128 - status)
+    return status if status >= 0 else 128 - status
+
+
+def _adopt_orphans() -> None:
+    """Have descendants whose parent has ended become this process's children."""
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def _told_to_end() -> int:
-    """Descriptor that can be read once SIGTERM has come; Ctrl-C is for the owner."""
+    """Descriptor that can be read once SIGTERM has come, to whichever of the two; Ctrl-C is for the owner.
+
+    Nobody reads it, so a fork is told as well.
+    """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)

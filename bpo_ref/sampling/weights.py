@@ -31,11 +31,12 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
-from bpo_ref.learning.checkpoint import replaced
+from bpo_ref.learning.checkpoint import replaced, writing
 from bpo_ref.learning.models import CausalLM, load_policy
 from bpo_ref.sampling.engine import Engine, EngineError, Sent, TurnRequest, checked
 from bpo_ref.sampling.generate import evaluating, score, weights_version
 from bpo_ref.sampling.served import Fleet, Verify
+from sandboxgym.tree.envs import described
 
 
 def plain_weights(model: CausalLM, *, adapted: bool = True) -> tuple[CausalLM, dict[str, Tensor]]:
@@ -249,6 +250,11 @@ class Publisher:
         self._count = 0
         self._published: tuple[CausalLM, int] | None = None
 
+    @property
+    def writes(self) -> Path:
+        """Beginning of the paths of all folders that it writes."""
+        return self.folder / f"{self._name}-"
+
     def current(self, model: CausalLM) -> bool:
         """True if the engines have these weights."""
         found = self._published
@@ -342,8 +348,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         model, tokenizer = load_policy(args.model, dtype=args.dtype)
     except ConfigError as error:
         raise SystemExit(f"error: {error}") from error
-    write_weights(model, folder, dtype=getattr(torch, args.dtype))
-    tokenizer.save_pretrained(folder)
+    try:
+        with writing():
+            write_weights(model, folder, dtype=getattr(torch, args.dtype))
+            tokenizer.save_pretrained(folder)
+    except OSError as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise SystemExit(f"error: folder: {folder} cannot be written ({described(error)})") from error
     print(f"wrote {folder}")
 
 

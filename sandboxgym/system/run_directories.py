@@ -48,11 +48,12 @@ STALE_SECONDS = 24 * 3600
 """Age in seconds at which a file that no owner is recorded for counts as left behind."""
 
 Reaper = Callable[[Path], None]
-_reapers: dict[str, Reaper | str] = {  # of this package: a process that has not imported them must reap them, too
+_reapers: dict[str, Reaper | str] = {  # a process that has not imported what claims them must reap them, too
     "sandbox": "sandboxgym.sandbox.overlay.reaper:clear",
     "copy": "sandboxgym.sandbox.copy.processes:reap",
     "docker": "sandboxgym.sandbox.docker.images:reap",
     "browser": "sandboxgym.envs.webshop.web.chromium:reap",
+    "served": "sandboxgym.sandbox.copy.processes:reap",
     "conformance": "sandboxgym.conformance.supervision.scratch:clear",
 }
 _claimed: dict[Path, int] = {}

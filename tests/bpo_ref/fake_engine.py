@@ -32,6 +32,8 @@ class Fault:
     """End the connection without an answer."""
     cut: bool = False
     """End it in the middle of the answer."""
+    twice: bool = False
+    """Send the answer two times, one after the other."""
     trickle: bool = False
     """Send a byte from time to time."""
     alter: Alter | None = None
@@ -285,6 +287,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self.send(500, json.dumps({"error": {"message": str(error)}}).encode())
         data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
         data = data if fault.body is None else fault.body
+        data = data * 2 if fault.twice else data
         if fake.closing.is_set():
             return None
         return self.send(fault.status, data, fault)

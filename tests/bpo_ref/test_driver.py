@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -286,16 +287,22 @@ def test_turns_asked_for_one_by_one_are_those_asked_for_together() -> None:
 
 def test_no_more_requests_than_allowed_wait_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bpo_ref.sampling.served.MOST_REQUESTS", 3)
-    model, most = llama(), [0]
-    with FakeServer(model) as server:
+    model, waiting, most = llama(), [0], [0]
+    lock, as_many_as_allowed = threading.Lock(), threading.Barrier(3)
 
-        def count(number: int) -> Fault:
-            most[0] = max(most[0], sum(thread.name.startswith("sandboxgym-turn") for thread in threading.enumerate()))
-            return Fault()
+    def count(number: int) -> Fault:
+        with lock:
+            waiting[0] += 1
+            most[0] = max(most[0], waiting[0])
+        as_many_as_allowed.wait(60)
+        time.sleep(0.3)  # in which others would come
+        with lock:
+            waiting[0] -= 1
+        return Fault()
 
-        server.fault = count
-        asyncio.run(every(session_of(fleet_of(server), model, contexts(9)), 9))
-    assert 1 <= most[0] <= 3
+    with FakeServer(model, fault=count) as server:
+        asyncio.run(every(session_of(fleet_of(server, seconds=120.0, retries=0), model, contexts(9)), 9))
+    assert most[0] == 3
 
 
 def test_an_error_does_not_wait_for_slow_answers_and_a_cancelled_row_is_as_it_was() -> None:

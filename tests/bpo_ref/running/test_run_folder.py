@@ -82,6 +82,24 @@ def test_overwriting_clears_the_files_of_the_run_and_no_other(tmp_path: Path) ->
         assert len(list((tmp_path / "run" / "tensorboard" / stage).iterdir())) == 1, "no curve through another"
 
 
+@pytest.mark.parametrize("how", ["overwritten", "started again"])
+def test_what_a_killed_run_wrote_for_servers_elsewhere_is_removed_and_nothing_else(tmp_path: Path, how: str) -> None:
+    out, shared = tmp_path / "out", tmp_path / "shared [7B]"
+    out.mkdir()
+    mine, another = "0123456789ab", "ba9876543210"
+    for name in (f"{mine}-0", f"{mine}-1.new", f"start-{mine}.old", mine, f"{another}-0", "data"):
+        (shared / name).mkdir(parents=True)
+        (shared / name / "model.safetensors").write_text("weights")
+    folder.published(out, shared / f"{mine}-", shared / f"start-{mine}", tmp_path / "none" / f"{mine}-", shared / "d")
+    if how == "overwritten":
+        folder.clear(out)
+    else:
+        folder.remove_published(out)
+        folder.remove_published(out)  # there is no note any more
+    assert sorted(path.name for path in shared.iterdir()) == [mine, f"{another}-0", "data"]
+    assert not list(out.iterdir())
+
+
 def test_everything_that_a_run_writes_is_known_as_its_own(tmp_path: Path) -> None:
     trained(tmp_path, updates=2)
     assert {path.name for path in tmp_path.iterdir()} <= {*folder.OWN, folder.LOCK}

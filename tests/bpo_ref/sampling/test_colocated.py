@@ -11,7 +11,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,13 @@ from bpo_ref.running import colocated, keeper
 from bpo_ref.running.colocated import OwnServer, command_of, environment_of
 from bpo_ref.session import TrainingFailed
 from bpo_ref.train import Trainer
-from sandboxgym.system import proc
+from sandboxgym.system import proc, run_directories
 
 HERE = Path(__file__).parent
 TRAIN = HERE.parents[2] / "bpo_ref/train.py"
 COLOCATE: dict[str, Any] = {"server": ("colocate",)}
+ALL = 4
+"""Processes of a server: two of its keeper, the server, its child."""
 
 
 @pytest.fixture(scope="module")
@@ -109,13 +111,14 @@ def test_a_run_with_its_own_server_learns_what_one_with_another_server_does(
         theirs = trainer_of(folder, tmp_path / "theirs", server)
         theirs.run()
     mine = own_trainer(folder, tmp_path / "mine")
-    assert len(alive(runtime)) == 3, "keeper, server, its child"
-    assert not list((tmp_path / "mine/served/start").glob("*.safetensors")), "read, and as large as the model"
+    assert len(alive(runtime)) == ALL, "keepers, server, its child"
+    assert not list((tmp_path / "mine/served").glob("start-*/*.safetensors")), "read, and as large as the model"
     (claimed,) = runtime.glob("served-*")
     assert claimed.stat().st_mode & 0o077 == 0, "others cannot reach the server"
     mine.run()
     assert same(weights_of(mine), weights_of(theirs))
     assert not alive(runtime), "it ends with the run, not later"
+    assert not list((tmp_path / "mine/served").iterdir())
 
 
 @pytest.mark.slow
@@ -136,9 +139,9 @@ def test_adapters_alone_reach_its_own_server(runtime: Path, folder: Path, tmp_pa
 @pytest.mark.slow
 def test_two_runs_on_a_machine_do_not_meet(runtime: Path, folder: Path, tmp_path: Path) -> None:
     one, other = (own_trainer(folder, tmp_path / name) for name in ("one", "other"))
-    assert len(alive(runtime)) == 6
+    assert len(alive(runtime)) == 2 * ALL
     one.run()
-    assert len(alive(runtime)) == 3
+    assert len(alive(runtime)) == ALL
     other.run()
     assert same(weights_of(one), weights_of(other))
 
@@ -168,6 +171,15 @@ def test_a_log_that_cannot_be_written_refuses_the_run(runtime: Path, folder: Pat
     (tmp_path / "out/servers").write_text("not a folder")
     with pytest.raises(ConfigError, match=r"server: colocate cannot start a server with the log .*servers"):
         own_trainer(folder, tmp_path / "out")
+
+
+def test_a_disk_without_room_for_the_first_weights_refuses_the_run(
+    runtime: Path, folder: Path, tmp_path: Path, disk: Path
+) -> None:
+    (disk / "filler").write_bytes(bytes(500_000))
+    with pytest.raises(ConfigError, match=r"server: colocate: the weights cannot be written to .*No space left"):
+        own_trainer(folder, tmp_path / "out", server_weights=str(disk / "weights"))
+    assert not list((disk / "weights").iterdir())
 
 
 def test_a_socket_of_too_long_a_path_is_refused(
@@ -222,7 +234,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(
     """The fixture looks for processes and folders that are left."""
     monkeypatch.setenv("FAKE_VLLM", {"starting": "hangs", "stubborn": "stubborn"}.get(phase, ""))
     process = program(folder, tmp_path / "out", updates=1000)
-    wait_until(lambda: len(alive(runtime)) == 3)
+    wait_until(lambda: len(alive(runtime)) == ALL)
     if phase != "starting":
         wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists())
     process.kill()
@@ -236,7 +248,7 @@ def test_ctrl_c_ends_the_server_with_the_run(
 ) -> None:
     monkeypatch.setenv("FAKE_VLLM", "hangs" if phase == "starting" else "")
     process = program(folder, tmp_path / "out", updates=1000)
-    wait_until(lambda: len(alive(runtime)) == 3)
+    wait_until(lambda: len(alive(runtime)) == ALL)
     if phase == "learning":
         wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists())
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
@@ -254,9 +266,67 @@ def test_a_server_whose_keeper_is_killed_is_not_left(runtime: Path, folder: Path
     own._keeper.kill()
     with pytest.raises(TrainingFailed, match="the server has ended"):
         trainer.run()
-    for pid in alive(runtime):  # the stand-in's child has a session of its own, which vLLM's have not
-        assert Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sleep")
-        os.kill(pid, signal.SIGKILL)
+    assert not alive(runtime)
+
+
+OWNER = """
+import os, sys, time
+from pathlib import Path
+from bpo_ref.running.colocated import OwnServer
+own = OwnServer(sys.argv[2:], os.environ, Path(sys.argv[1]))
+time.sleep(1000)
+"""
+
+
+def owner(log: Path, *command: str, environment: Mapping[str, str] = os.environ) -> subprocess.Popen[bytes]:
+    """A trainer that has only just started its server."""
+    whole = [sys.executable, "-c", OWNER, str(log), *command]
+    environment = {**environment, "PYTHONPATH": str(TRAIN.parents[1])}
+    return subprocess.Popen(whole, env=environment, start_new_session=True)
+
+
+def keepers_of(process: subprocess.Popen[bytes], runtime: Path) -> tuple[int, int]:
+    """Both processes of a trainer's keeper, the second of which is a child of the first."""
+    (first,) = (pid for pid in alive(runtime) if proc.stat(pid).parent == process.pid)
+    (second,) = (pid for pid in alive(runtime) if proc.stat(pid).parent == first)
+    return first, second
+
+
+def killed_at_once(*pids: int) -> None:
+    """They are stopped first, so that none of them sees the end of another one."""
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in pids:
+            os.kill(pid, number)
+
+
+@pytest.mark.parametrize("killed", ["first", "second", "group", "both"])
+def test_nothing_outlives_a_trainer_and_a_keeper_killed_at_the_same_moment(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, killed: str
+) -> None:
+    """The fixture looks for what is left. The server's child has a session of its own."""
+    monkeypatch.setenv("FAKE_VLLM", "stubborn" if killed == "first" else "hangs")
+    program = os.environ["SANDBOXGYM_VLLM"]
+    process = owner(tmp_path / "log", program, "-m", "vllm.entrypoints.cli.main", "serve", "none")
+    try:
+        wait_until(lambda: any(command_line(pid).startswith(b"sleep") for pid in alive(runtime)))
+    except AssertionError:
+        process.kill()
+        raise
+    (child,) = (pid for pid in alive(runtime) if command_line(pid).startswith(b"sleep"))
+    assert os.getsid(child) == child and len(alive(runtime)) == ALL
+    first, second = keepers_of(process, runtime)
+    groups = {"first": [first], "second": [second], "group": [-first], "both": [first, second]}
+    killed_at_once(process.pid, *groups[killed])
+    process.wait()
+    if killed == "both":
+        wait_until(lambda: alive(runtime) == {child})
+        (left,) = run_directories.reap()
+        assert left.removed
+        assert not alive(runtime)
+
+
+def command_line(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
 
 
 @pytest.mark.slow
@@ -341,6 +411,6 @@ def test_a_server_ends_when_nobody_knows_it_any_more(runtime: Path, tmp_path: Pa
     """As of a session whose making failed later."""
     command = [os.environ["SANDBOXGYM_VLLM"], "-m", "vllm.entrypoints.cli.main", "serve", "none"]
     own = OwnServer(command, os.environ | {"FAKE_VLLM": "hangs"}, tmp_path / "log")
-    wait_until(lambda: len(alive(runtime)) == 3)
+    wait_until(lambda: len(alive(runtime)) == ALL)
     del own
     assert not alive(runtime)

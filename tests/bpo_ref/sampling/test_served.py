@@ -194,6 +194,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {  # and what the error names, if it goes
     "a choice without tokens": (Fault(body=b'{"choices": [{"text": "hello"}]}'), "token ids.*hello"),
     "two turns": (spoiled(lambda answer: answer["choices"].append(choice(answer))), "one turn for one.*found 2"),
     "no turn": (spoiled(lambda answer: answer["choices"].clear()), "found 0"),
+    "the answer twice": (Fault(twice=True), "expected JSON"),
     "another's answer": (spoiled(lambda answer: answer.update(request_id="generate-tokens-x")), "that to another"),
     "no tokens": (spoiled(lambda answer: choice(answer).update(token_ids=None)), "token ids"),
     "text for a token": (spoiled(lambda answer: choice(answer)["token_ids"].__setitem__(0, "5")), "token ids"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from components import missing
-from fake_engine import FakeServer, Fault
+from fake_engine import FakeServer, Fault, wait_until
 from safetensors import SafetensorError
 from served_runs import (
     SMALL,
@@ -26,10 +27,12 @@ from served_runs import (
     trainer_of,
     weights_of,
 )
+from test_train import ENVIRONMENT
 from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
 from bpo_ref.eval import defaults
+from bpo_ref.learning.checkpoint import STATE, save_checkpoint
 from bpo_ref.learning.models import add_adapter, load_policy
 from bpo_ref.learning.tiny import TINY_SIZES, tiny_model
 from bpo_ref.run_log import RunLog
@@ -162,6 +165,119 @@ def test_weights_that_cannot_be_written_stop_all_processes_with_a_sentence(
     with pytest.raises(KeyError):
         several._ask(full)
     assert len(told) == 2
+
+
+def test_a_disk_that_is_full_stops_the_run_which_more_room_resumes(
+    folder: Path, tmp_path: Path, disk: Path, uninterrupted: dict[str, torch.Tensor]
+) -> None:
+    """Its 1 MiB have room for one set of weights (0.8 MB), and the file of the next one ends in the middle."""
+    with server_of(folder) as server:
+        options: dict[str, Any] = {"updates": 3, "save_every": 1, "server_weights": str(disk / "weights")}
+        filler = disk / "filler"
+        full = r"server_weights: the weights cannot be written to .*No space left on device.*"
+        with pytest.raises(TrainingFailed, match=rf"{full}; nothing was saved before"):
+            trainer_of(folder, tmp_path, server, **options).run()
+        assert server.loads == 1 and not list((disk / "weights").iterdir())
+        subprocess.run(["mount", "-o", "remount,size=3m", disk], check=True)
+        trainer = trainer_of(folder, tmp_path, server, **options, overwrite=True)
+        optimize = trainer._optimize
+
+        def filled(trees: Any) -> dict[str, float]:
+            if trainer.session.step == 1:
+                filler.write_bytes(bytes(1_800_000))
+            return optimize(trees)
+
+        trainer._optimize = filled  # type: ignore[method-assign]
+        with pytest.raises(TrainingFailed, match=rf"{full}up to rl step 2 is in .*--resume continues"):
+            trainer.run()
+        assert server.loads == 1 + 3, "nothing of the file that ends early is loaded"
+        assert not list((disk / "weights").iterdir())
+        filler.unlink()
+        again = trainer_of(folder, tmp_path, server, **options, resume=True)
+        again.run()
+    assert same(weights_of(again), uninterrupted)
+
+
+def test_a_checkpoint_without_room_leaves_the_one_before(folder: Path, tmp_path: Path, disk: Path) -> None:
+    """Whatever is being written when the disk is full: weights, the tokenizer or the trainer's state."""
+    model, tokenizer = load_policy(folder)
+    state = {"optimizer": torch.zeros(100_000)}
+    subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
+    save_checkpoint(disk / "checkpoint", model, tokenizer, state)
+    size = sum(path.stat().st_blocks for path in (disk / "checkpoint").iterdir()) * 512
+    full = set()
+    for room in (400_000, 854_000, 1_100_000):
+        (disk / "filler").write_bytes(bytes(4 * 2**20 - size - room))
+        with pytest.raises(OSError) as error:
+            save_checkpoint(disk / "checkpoint", model, tokenizer, state)
+        full.add(type(error.value.__cause__))
+        assert load_checkpoint_of(disk / "checkpoint") == 100_000
+        assert {path.name for path in disk.iterdir()} == {"checkpoint", "filler"}
+    assert len(full) == 3, "by three libraries"
+    with server_of(folder) as server:
+        trainer = trainer_of(folder, disk / "out", server, save_every=1, server_weights=str(tmp_path))
+        with pytest.raises(
+            TrainingFailed, match=r"out: .*out/checkpoint cannot be written \(.*nothing was saved before"
+        ):
+            trainer.run()
+
+
+def load_checkpoint_of(folder: Path) -> int:
+    return len(torch.load(folder / STATE, weights_only=True)["optimizer"])
+
+
+def test_the_folder_for_a_server_on_a_disk_without_room_is_refused_and_not_left(folder: Path, disk: Path) -> None:
+    filler = disk / "filler"
+    for size in (500_000, 183_000):  # too much for the weights, and for the tokenizer beside them
+        filler.write_bytes(bytes(size))
+        with pytest.raises(SystemExit, match=r"error: folder: .*served cannot be written \(.*No space left on device"):
+            weights_module.main([str(folder), str(disk / "served")])
+        assert list(disk.iterdir()) == [filler]
+
+
+KILLED = Path(__file__).with_name("killed_while_writing.py")
+LEARNING = TRAIN.parents[1] / "tests/bpo_ref/running/killed_in_update.py"
+
+
+@pytest.mark.parametrize("phase", ["it learns", "it writes weights", "the server loads them"])
+def test_a_run_that_is_killed_continues_with_weights_that_are_proven(
+    folder: Path, tmp_path: Path, uninterrupted: dict[str, torch.Tensor], phase: str
+) -> None:
+    with server_of(folder) as server:
+        args = {**SMALL, "updates": 3, "save_every": 1, "model": str(folder), "out": str(tmp_path / "out")}
+        args |= {"server": [server.url], "server_weights": str(tmp_path / "served")}
+        program = LEARNING if phase == "it learns" else KILLED
+        step = 9 if phase == "the server loads them" else 1
+        process = subprocess.Popen([sys.executable, str(program), json.dumps(args), str(step)], env=ENVIRONMENT)
+
+        def strike(number: int) -> bool:
+            """In the middle of the second update's weights: nobody names their version or ends the pause."""
+            if process.poll() is None and phase == "the server loads them" and number == 2:
+                process.kill()
+                process.wait()
+                return True
+            return False
+
+        server.load_fault = strike
+        assert process.wait(300) == -signal.SIGKILL
+        left = list((tmp_path / "served").iterdir())
+        assert len(left) == (1 if phase == "it learns" else 2)
+        wait_until(lambda: phase != "the server loads them" or (server.paused and server.version == LOADING))
+        again = trainer_of(
+            folder,
+            tmp_path / "out",
+            server,
+            updates=3,
+            save_every=1,
+            resume=True,
+            server_weights=args["server_weights"],
+        )
+        assert again.session.step == 1
+        assert not any(path.exists() for path in left), "as large as the model, and nobody's"
+        again.run()
+        assert not server.paused
+    assert same(weights_of(again), uninterrupted)
+    assert not list((tmp_path / "served").iterdir())
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,12 @@ from fake_engine import wait_until
 from over_sockets import SocketGroup
 from safetensors.torch import load_file, save_file
 from served_runs import assert_greedy_trees_are_equal, greedily, moved, pretrained, told, trainer_of
-from test_colocated import alive
+from test_colocated import alive, command_line, keepers_of, killed_at_once, owner
 
+from bpo_ref.args import Args
 from bpo_ref.config import ConfigError
 from bpo_ref.running import servers
+from bpo_ref.running.colocated import command_of, environment_of
 from bpo_ref.sampling import nccl, served, vllm, weights
 from bpo_ref.sampling.nccl import described
 from bpo_ref.session import TrainingFailed
@@ -172,9 +174,22 @@ def test_a_run_learns_from_its_turns(
 
 def assert_little_mismatch(out: Path) -> None:
     """Two updates learned from turns of the trainer's own weights."""
-    updates = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
-    apart = [update["rollout/sampler_mismatch"] for update in updates if "rollout/sampler_mismatch" in update]
+    apart = [update["rollout/sampler_mismatch"] for update in updates_of(out)]
     assert len(apart) == 2 and max(apart) < 1e-4
+
+
+def updates_of(out: Path) -> list[dict[str, float]]:
+    """What a run has logged of its updates."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "rollout/sampler_mismatch" in line]
+
+
+def test_rollouts_are_sampled_beside_an_update(server: Server, folder: Path, tmp_path: Path) -> None:
+    """With the weights from before it: after the first update they are not the trainer's any more."""
+    trainer_of(folder, tmp_path, server, updates=3, lr=0.1, staleness=1, tis=2.0).run()
+    first, second, third = updates_of(tmp_path)
+    assert first["rollout/staleness"] == 0 and second["rollout/staleness"] == third["rollout/staleness"] == 1
+    assert first["rollout/sampler_mismatch"] < 1e-4 < third["rollout/sampler_mismatch"]
 
 
 def test_the_same_streams_give_the_same_turns(server: Server, folder: Path, tmp_path: Path) -> None:
@@ -214,6 +229,15 @@ def test_weights_of_another_version_are_replaced_before_anything_is_learned(
         assert edge.action.data.sampler_logps == pytest.approx(edge.action.data.logps, abs=1e-4)
 
 
+def test_a_server_that_a_killed_trainer_has_left_in_the_middle_of_loading_is_taken_up_again(
+    server: Server, folder: Path, tmp_path: Path
+) -> None:
+    server.post("/pause?mode=wait", {})
+    server.post("/update_weight_version", {"new_version": vllm.LOADING})
+    trainer_of(folder, tmp_path, server).run()
+    assert_little_mismatch(tmp_path)
+
+
 def test_a_run_that_does_not_fit_is_refused(server: Server, folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a context of at least 161 tokens, found 160"):
         trainer_of(folder, tmp_path, server, context=161)
@@ -246,6 +270,25 @@ def test_the_run_s_own_server_learns_and_ends_with_it(
     trainer_of(folder, tmp_path / "out", server=("colocate",), server_timeout=60.0).run()
     assert_little_mismatch(tmp_path / "out")
     assert not alive(runtime) and not list(runtime.glob("served-*"))
+    shutil.rmtree(runtime)
+
+
+def test_nothing_of_its_own_server_outlives_a_trainer_and_a_keeper_killed_at_the_same_moment(
+    untied: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the engine in processes of its own, as on a GPU, which outlive the server if nobody ends them."""
+    runtime = Path(tempfile.mkdtemp(prefix="run-"))
+    monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(runtime))
+    args = Args(backend="vllm", server=("colocate",), context=160, server_python=PYTHON)
+    environment = environment_of(args, torch.device("cpu"), os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"})
+    process = owner(tmp_path / "log", *command_of(args, untied, cuda=False), environment=environment)
+    try:
+        wait_until(lambda: any(command_line(pid).startswith(b"VLLM::EngineCore") for pid in alive(runtime)), 300)
+        killed_at_once(process.pid, keepers_of(process, runtime)[0])
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not alive(runtime) and not list(runtime.glob("served-*")), 60)
     shutil.rmtree(runtime)
 
 
