@@ -27,7 +27,7 @@ from served_runs import (
     trainer_of,
     weights_of,
 )
-from test_train import ENVIRONMENT
+from tiny_runs import ENVIRONMENT
 from transformers import AutoModelForCausalLM
 
 from bpo_ref.config import ConfigError
