@@ -142,7 +142,11 @@ class ALFWorldEnv(TaskEnv[str, str]):
     - v0: first version.
     """
 
-    metadata: ClassVar[dict[str, Any]] = {"render_modes": ["ansi"], "render_fps": 4}  # type: ignore[misc]
+    metadata: ClassVar[dict[str, Any]] = {  # type: ignore[misc]
+        "render_modes": ["ansi"],
+        "render_fps": 4,
+        "unobservable": {"_game._hash_of": "hashes that are kept for later, and computed again where they are missing"},
+    }
     card = CARD
     immutable_state = True
     apply_draws = False
