@@ -393,12 +393,13 @@ def _input_that_can_be_ended() -> Iterator[Callable[[], None]]:
         os.dup2(original, 0)
 
 
-def run_http(branches: Branches, listening: socket.socket) -> None:
+def run_http(branches: Branches, listening: socket.socket, started: Callable[[], object] | None = None) -> None:
     """Serve clients by HTTP at ``/mcp``, until SIGINT or SIGTERM. All of them share the branches.
 
     Args:
         branches: of all clients.
         listening: bound to an address of this machine only, for there is no authentication.
+        started: called once clients are served.
 
     Raises:
         KeyboardInterrupt: it was ended.
@@ -410,7 +411,7 @@ def run_http(branches: Branches, listening: socket.socket) -> None:
 
     logging.getLogger("mcp.server.transport_security").setLevel(logging.ERROR)  # refusals, which `serve` logs
     app = _whole(make_server(branches).streamable_http_app(host="127.0.0.1"), refusal)
-    serve(app, listening, refusal=refusal, timeout_graceful_shutdown=1)
+    serve(app, listening, refusal=refusal, started=started, timeout_graceful_shutdown=1)
 
 
 def _whole(app: Any, refusal: Callable[[int, str], bytes]) -> Any:

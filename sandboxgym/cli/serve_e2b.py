@@ -90,11 +90,14 @@ def main(argv: Sequence[str]) -> int:
             raise CommandError(str(error)) from error
         url = f"http://{options.host}:{listening.getsockname()[1]}"
         keeps = "files only" if service.mode == "filesystem" else "files and running processes"
-        print(f"E2B API at {url} ({service.backend}; pauses and forks keep {keeps}; Ctrl-C ends it)", flush=True)
         shown = "any" if keys is None else new or "one of yours"
-        print(f"export E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY={shown}", flush=True)
+
+        def tell() -> None:
+            print(f"E2B API at {url} ({service.backend}; pauses and forks keep {keeps}; Ctrl-C ends it)")
+            print(f"export E2B_API_URL={url} E2B_SANDBOX_URL={url} E2B_API_KEY={shown}", flush=True)
+
         with contextlib.suppress(KeyboardInterrupt):  # the way to end it
-            run(service, listening, local_only=options.no_key)
+            run(service, listening, local_only=options.no_key, started=tell)
     return OK
 
 

@@ -80,8 +80,8 @@ def main(argv: Sequence[str]) -> int:
                 status = 128 + number if number else OK
             else:
                 url = f"http://127.0.0.1:{listening.getsockname()[1]}/mcp"
-                print(f"{sandbox.backend.capabilities.name} sandbox: {url} (Ctrl-C ends it)", flush=True)
-                run_http(branches, listening)
+                told = f"{sandbox.backend.capabilities.name} sandbox: {url} (Ctrl-C ends it)"
+                run_http(branches, listening, lambda: print(told, flush=True))
         if not branches.close():
             # The thread of a command that cannot be ended would be waited for. Processes end with this one, and the
             # next start clears the files.

@@ -84,8 +84,7 @@ def main(argv: Sequence[str]) -> int:
         host, port = listening.getsockname()[:2]
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         shown = ", ".join(f"{url}/{name}" for name in makers) if len(makers) > 1 else f"{next(iter(makers))}: {url}"
-        print(f"{shown} (Ctrl-C ends it)", flush=True)
-        if not run(app, listening):
+        if not run(app, listening, lambda: print(f"{shown} (Ctrl-C ends it)", flush=True)):
             sys.stderr.flush()
             os._exit(OK)  # a thread that cannot be ended would be waited for
     return OK

@@ -103,8 +103,16 @@ def _refused(error: RequestRefused) -> Response:
     return JSONResponse({"code": error.status, "message": str(error)}, error.status, headers=headers)
 
 
-def run(service: Service, listening: socket.socket, *, local_only: bool) -> None:
+def run(
+    service: Service, listening: socket.socket, *, local_only: bool, started: Callable[[], object] | None = None
+) -> None:
     """Serve until SIGINT or SIGTERM.
+
+    Args:
+        service: of its sandboxes; closed at the end.
+        listening: a socket that is bound.
+        local_only: see `make_app`.
+        started: called once clients are served.
 
     Raises:
         KeyboardInterrupt: it was ended.
@@ -117,6 +125,7 @@ def run(service: Service, listening: socket.socket, *, local_only: bool) -> None
             refusal=lambda status, said: json.dumps({"code": status, "message": said}).encode(),
             patience=Patience(connections=MOST_CONNECTIONS),
             open_ended={envd.STREAM_INPUT},
+            started=started,
             timeout_graceful_shutdown=1,
             access_log=False,
             ws="none",

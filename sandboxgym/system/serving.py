@@ -53,6 +53,7 @@ def make_server(
     refusal: Refusal,
     patience: Patience | None = None,
     open_ended: Collection[str] = (),
+    started: Callable[[], object] | None = None,
     **options: Any,
 ) -> uvicorn.Server:
     """Make a server of an ASGI application.
@@ -62,6 +63,7 @@ def make_server(
         refusal: content of the answers to clients that are too slow or too many.
         patience: how long clients are waited for.
         open_ended: paths whose requests may continue for as long as the client likes.
+        started: called once clients are served and signals end the server in order: the moment to tell its address.
         options: further settings of ``uvicorn.Config``.
 
     Raises:
@@ -72,7 +74,14 @@ def make_server(
     patience = patience or Patience()
     timed = _TimedBodies(app, refusal, patience, frozenset(open_ended))
     http = _timed_protocol(refusal, patience)
-    return uvicorn.Server(uvicorn.Config(telling(timed), log_level="warning", lifespan="on", http=http, **options))
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started and started is not None:
+                started()
+
+    return Server(uvicorn.Config(telling(timed), log_level="warning", lifespan="on", http=http, **options))
 
 
 def serve(app: Any, listening: socket.socket, **options: Any) -> None:

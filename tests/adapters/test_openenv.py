@@ -28,6 +28,11 @@ from sandboxgym.adapters.openenv import Client, ServerError
 # What clients do.
 
 
+def test_a_server_that_is_ended_as_soon_as_it_tells_its_address_leaves_nothing(tmp_path: Path) -> None:
+    with serving(tmp_path, *arguments(tmp_path)):
+        pass  # what it leaves, and how it ends, is looked at here
+
+
 def test_an_episode_is_that_of_the_environment(env: Client) -> None:
     first = env.reset(seed=3, task=1, episode_id="mine")
     assert first.observation.startswith("task 1, draw ") and first.reward is None and not first.done

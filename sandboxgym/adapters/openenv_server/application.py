@@ -146,8 +146,13 @@ def application(
     return app
 
 
-def run(app: Starlette, listening: socket.socket) -> bool:
+def run(app: Starlette, listening: socket.socket, started: Callable[[], object] | None = None) -> bool:
     """Serve until SIGINT or SIGTERM.
+
+    Args:
+        app: result of `application`.
+        listening: a socket that is bound.
+        started: called once clients are served.
 
     Returns:
         False if a call of an environment could not be ended: its thread would keep this process.
@@ -157,6 +162,7 @@ def run(app: Starlette, listening: socket.socket) -> bool:
             app,
             listening,
             refusal=lambda status, said: text_of({"detail": said}).encode(),
+            started=started,
             timeout_graceful_shutdown=2,
             ws="websockets-sansio",
             ws_max_size=LARGEST,
