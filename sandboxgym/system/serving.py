@@ -75,7 +75,7 @@ def make_server(
     timed = _TimedBodies(app, refusal, patience, frozenset(open_ended))
     http = _timed_protocol(refusal, patience)
 
-    class Server(uvicorn.Server):
+    class Server(uvicorn.Server):  # type: ignore[misc]
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started and started is not None:

@@ -3,7 +3,7 @@
     python tests/bpo_ref/estimators/many_trees.py --trees 20000 --out docs/results/data/lookahead-exact.jsonl
 
 Appends a line per case and prints the table of all lines; cases that the file has are not repeated, so that an
-interrupted study continues. 20,000 trees take about two minutes of processor time per case.
+interrupted study continues. 20,000 trees take about half a minute of processor time per case.
 """
 
 from __future__ import annotations
