@@ -75,13 +75,13 @@ def make_server(
     timed = _TimedBodies(app, refusal, patience, frozenset(open_ended))
     http = _timed_protocol(refusal, patience)
 
-    class Server(uvicorn.Server):  # type: ignore[misc]
+    class TellingServer(uvicorn.Server):  # type: ignore[misc]
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
             if self.started and started is not None:
                 started()
 
-    return Server(uvicorn.Config(telling(timed), log_level="warning", lifespan="on", http=http, **options))
+    return TellingServer(uvicorn.Config(telling(timed), log_level="warning", lifespan="on", http=http, **options))
 
 
 def serve(app: Any, listening: socket.socket, **options: Any) -> None:

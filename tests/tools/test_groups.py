@@ -32,8 +32,11 @@ def test_failed_tests_are_named_as_without_workers(
 ) -> None:
     cache = tmp_path / "lastfailed"
     cache.write_text(json.dumps(dict.fromkeys(names, True)))
+    named = tmp_path / "named"
     monkeypatch.setattr(failed, "CACHE", cache)
+    monkeypatch.setattr(failed, "NAMED", named)
     assert failed.main() == told
+    assert named.exists() == (told is None)
     assert set(json.loads(cache.read_text())) <= {"a.py::b[c@d]", "a.py::g", *(f"a.py::b[{n}]" for n in range(4))}
 
 

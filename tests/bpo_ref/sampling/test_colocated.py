@@ -98,6 +98,12 @@ def ended(process: subprocess.Popen[str], seconds: float = 120.0) -> str:
     return process.communicate(timeout=seconds)[0]
 
 
+def learns(out: Path) -> bool:
+    """Whether the run has metrics of an update; the file alone exists before signals are caught."""
+    path = out / "metrics.jsonl"
+    return path.exists() and path.stat().st_size > 0
+
+
 def asked(out: Path) -> dict[str, Any]:
     """How the server of the first process was started."""
     found: dict[str, Any] = json.loads((out / "servers/0.log").read_text().splitlines()[0])
@@ -236,7 +242,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(
     process = program(folder, tmp_path / "out", updates=1000)
     wait_until(lambda: len(alive(runtime)) == ALL)
     if phase != "starting":
-        wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists())
+        wait_until(lambda: learns(tmp_path / "out"))
     process.kill()
     ended(process)
 
@@ -250,7 +256,7 @@ def test_ctrl_c_ends_the_server_with_the_run(
     process = program(folder, tmp_path / "out", updates=1000)
     wait_until(lambda: len(alive(runtime)) == ALL)
     if phase == "learning":
-        wait_until(lambda: (tmp_path / "out/metrics.jsonl").exists())
+        wait_until(lambda: learns(tmp_path / "out"))
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
     told = ended(process)
     assert process.returncode in (130, -signal.SIGINT), told
