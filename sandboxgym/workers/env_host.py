@@ -206,19 +206,21 @@ class Host:
         self._count_step(slot)
         return self._envs[slot].step(action)
 
-    def step_all(self, actions: Sequence[Any]) -> list[Any]:
-        """`step` of the slots 0, 1, …, each with its action; a transition, or the exception, of each."""
+    def step_all(self, actions: Sequence[Any]) -> tuple[list[Any], dict[int, Exception]]:
+        """`step` of the slots 0, 1, …, each with its action: transitions; None and an exception where it failed."""
         envs = self._envs
         found: list[Any] = []
+        failed: dict[int, Exception] = {}
         for slot, action in enumerate(actions):
             try:
                 found.append(envs[slot].step(action))
             except Exception as error:  # the environment's: the others are stepped all the same
-                found.append(error)
+                failed[slot] = error
+                found.append(None)
         self._counted["steps"] += len(found)
         for slot in self._since:
             self._since[slot] += slot < len(found)
-        return found
+        return found, failed
 
     def snapshot(self, slot: int, streams: bool = False, drawn: Any = None, dropped: Sequence[SnapKey] = ()) -> Any:
         """Capture the whole stack, with ``streams`` also the present random streams of the spaces.

@@ -20,8 +20,18 @@ def batch_infos(infos: Mapping[int, Infos], n: int) -> Infos:
     Numbers, bools and arrays of one type and shape become an array of that type, nested dicts are batched recursively,
     anything else becomes an array of objects. (In Gymnasium the first value decides, and later ones are cast or fail.)
     """
-    if [*infos] == [*range(n)] and (whole := _whole_batch([*infos.values()])) is not None:
+    if [*infos] == [*range(n)] and (whole := _equal_batch([*infos.values()])) is not None:
         return whole
+    return _any_batch(infos, n)
+
+
+def batch_all(infos: Sequence[Infos]) -> Infos:
+    """`batch_infos` of every environment's info."""
+    whole = _equal_batch(infos)
+    return _any_batch(dict(enumerate(infos)), len(infos)) if whole is None else whole
+
+
+def _any_batch(infos: Mapping[int, Infos], n: int) -> Infos:
     batch: Infos = {}
     for key in dict.fromkeys(key for info in infos.values() for key in info):
         values = {index: info[key] for index, info in infos.items() if key in info}
@@ -46,14 +56,15 @@ class _Layout(NamedTuple):
         KeyError: one is not there.
     """
     types: tuple[type, ...]
-    """Types of the first values, which stand column by column: of those in ``at_once``."""
+    """Types of the first values, which stand column by column: of those in `_AT_ONCE`."""
     empty: dict[str, None]
     """All keys of the batch, in the order of the infos'."""
-    masks: list[str]
+    names: list[str]
+    """Those of the columns that are made together, and of the masks."""
     present: NDArray[np.bool_]
-    at_once: list[tuple[Any, slice, list[str]]]
-    """Dtypes with their parts of the values and the names of their columns."""
-    objects: tuple[slice, list[str]]
+    """(keys, n): the masks."""
+    at_once: list[tuple[Any, slice, int]]
+    """Dtypes of the columns that are made together, their parts of the values, and how many these are."""
     others: list[tuple[slice, str]]
     """Parts and names of the other columns."""
 
@@ -72,23 +83,23 @@ def _layout(names: tuple[str, ...], kinds: tuple[type, ...], n: int) -> _Layout:
         parts[group] = slice(end, end := end + n * len(found))
     order = [name for found in groups.values() for name in found]
     masks = [f"_{name}" for name in names]
+    arrays = [kind for kind in (*_AT_ONCE, object) if groups[kind]]
     first = parts[None].start
     return _Layout(
         itemgetter(*order) if len(order) > 1 else lambda info: (info[order[0]],),
         tuple(kind for kind in _AT_ONCE for _ in range(n * len(groups[kind]))),
         dict.fromkeys(key for pair in zip(names, masks) for key in pair),
-        masks,
+        [*chain.from_iterable(groups[kind] for kind in arrays), *masks],
         np.ones((len(names), n), np.bool_),
-        [(dtype, parts[kind], groups[kind]) for kind, dtype in _AT_ONCE.items() if groups[kind]],
-        (parts[object], groups[object]),
+        [(_AT_ONCE.get(kind, object), parts[kind], n * len(groups[kind])) for kind in arrays],
         [(slice(first + n * i, first + n * i + n), name) for i, name in enumerate(groups[None])],
     )
 
 
-def _whole_batch(infos: Sequence[Infos]) -> Infos | None:
+def _equal_batch(infos: Sequence[Infos]) -> Infos | None:
     """`batch_infos` of all environments, as it is with most steps; None if they differ in their keys or types."""
     first, n = infos[0], len(infos)
-    if not first or any([len(info) != len(first) for info in infos]):
+    if not first or len({*map(len, infos)}) > 1:
         return None
     layout = _layout(tuple(first), (*map(type, first.values()),), n)
     try:
@@ -97,17 +108,14 @@ def _whole_batch(infos: Sequence[Infos]) -> Infos | None:
         return None
     if (*map(type, values[: len(layout.types)]),) != layout.types:
         return None
+    try:
+        made = [np.fromiter(values[part], dtype, size).reshape(-1, n) for dtype, part, size in layout.at_once]
+    except OverflowError:  # an integer of more than 64 bits
+        return None
     batch: Infos = {**layout.empty}
-    for dtype, part, names in layout.at_once:
-        try:
-            batch.update(zip(names, np.fromiter(values[part], dtype, len(names) * n).reshape(-1, n)))
-        except OverflowError:  # an integer of more than 64 bits
-            return None
-    part, names = layout.objects
-    batch.update(zip(names, np.fromiter(values[part], object, len(names) * n).reshape(-1, n)))
+    batch.update(zip(layout.names, chain.from_iterable((*made, layout.present.copy()))))
     for part, name in layout.others:
         batch[name] = _column(dict(enumerate(values[part])), n)
-    batch.update(zip(layout.masks, layout.present.copy()))
     return batch
 
 

@@ -298,8 +298,8 @@ class InlineWorker(Worker):
                 outcomes[key] = CallOutcome(None, error)
         return outcomes
 
-    def step_all(self, actions: Sequence[Any]) -> list[Any]:
-        """Step the environments of the slots 0, 1, …, each with its action; a transition or an exception each."""
+    def step_all(self, actions: Sequence[Any]) -> tuple[list[Any], dict[int, Exception]]:
+        """Step the slots 0, 1, …, each with its action: transitions; None and an exception where it failed."""
         assert self._host is not None
         return self._host.step_all(actions)
 

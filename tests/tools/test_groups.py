@@ -40,6 +40,11 @@ def test_failed_tests_are_named_as_without_workers(
     assert set(json.loads(cache.read_text())) <= {"a.py::b[c@d]", "a.py::g", *(f"a.py::b[{n}]" for n in range(4))}
 
 
+def test_tests_that_were_stopped_have_no_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(failed, "CACHE", tmp_path / "lastfailed")
+    assert failed.main() == "pytest has not said which tests failed: it was stopped before its end"
+
+
 @pytest.mark.parametrize("value", ["x" * 300_000, b"\xff" * 300_000, "\ud800" * 300_000])
 def test_processes_start_whatever_the_name_of_the_test(value: str | bytes) -> None:
     """Pytest exports the name, with the parameters in it; a variable may have 128 KiB."""

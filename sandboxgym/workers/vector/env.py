@@ -29,7 +29,7 @@ from sandboxgym.workers.env_host import (
     WorkerDied,
     env_maker,
 )
-from sandboxgym.workers.infos import Infos, batch_infos
+from sandboxgym.workers.infos import Infos, batch_all, batch_infos
 from sandboxgym.workers.vector.batched import actions_of, batched, chosen_by, per_env, placeholder
 from sandboxgym.workers.vector.exchange import exchange
 from sandboxgym.workers.worker import InlineWorker, Mode, Worker, close_workers, make_worker
@@ -238,27 +238,27 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _step_here(self, actions: Sequence[Any]) -> tuple[Any, Floats, Bools, Bools, Infos]:
         """Step all environments, one after the other in this thread: `step` without what only workers need."""
-        worker, failed = self._workers[0], {}
+        worker = self._workers[0]
         assert isinstance(worker, InlineWorker)
-        transitions = worker.step_all(actions)
-        for index, transition in enumerate(transitions):
-            if isinstance(transition, Exception):
-                failed[index] = transition
-                transitions[index] = (self._observations[index], 0.0, False, True, self._infos[index])
+        transitions, failed = worker.step_all(actions)
+        for index in failed:
+            transitions[index] = (self._observations[index], 0.0, False, True, self._infos[index])
         observations, rewards, terminated, truncated, told = zip(*transitions)
         self._observations[:], self._infos[:] = observations, told
-        self._rewards[:] = rewards
+        self._rewards = np.fromiter(rewards, np.float64, len(rewards))
         if any(terminated) or any(truncated):
-            self._terminations[:], self._truncations[:] = terminated, truncated
+            self._ends[:] = terminated, truncated
             self._active = ~(self._terminations | self._truncations)
         else:
-            self._terminations.fill(False)
-            self._truncations.fill(False)
-        infos = dict(enumerate(told))
-        for index, error in failed.items():
-            self._fail(index, "step", error, infos)
-        flags = self._terminations.copy(), self._truncations.copy()
-        return self._observe(), self._rewards.copy(), *flags, self._batched(infos)
+            self._ends.fill(False)
+        if failed:
+            infos = dict(enumerate(told))
+            for index, error in failed.items():
+                self._fail(index, "step", error, infos)
+            batch = self._batched(infos)
+        else:
+            batch = batch_all(told)
+        return self._observe(), self._rewards.copy(), *self._ends.copy(), batch
 
     def render(self) -> tuple[Any, ...]:
         """Rendered frames of every environment."""
@@ -437,8 +437,8 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         self._observations: list[Any] = [placeholder(self.single_observation_space) for _ in range(n)]
         self._infos: list[dict[str, Any]] = [{} for _ in range(n)]
         self._rewards = np.zeros(n)
-        self._terminations = np.zeros(n, np.bool_)
-        self._truncations = np.zeros(n, np.bool_)
+        self._ends = np.zeros((2, n), np.bool_)
+        self._terminations, self._truncations = self._ends  # views
         self._active = np.zeros(n, np.bool_)
 
     def _reset(
