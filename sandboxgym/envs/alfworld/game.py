@@ -144,7 +144,10 @@ class Game:
             thing: Entity(thing, names.get(thing, thing), self._domain.lineage(kind))
             for thing, kind in grounding.objects.items()
         }
-        self._parameters = {action.name: action.parameters for action in self._domain.actions}
+        self._parameters = {
+            action.name: [(name, f"{name}:{kind}") for name, kind in _without_marks(action.parameters)]
+            for action in self._domain.actions
+        }
         self._text_facts = _TextFacts(self._domain, self._planner)
         self._command_of: dict[tuple[str, Row], str] = {}
         self._choices_of: dict[int, _Choices] = {}
@@ -376,9 +379,8 @@ class Game:
 
     def _binding(self, operator: Operator) -> Binding:
         binding: dict[str, str] = {}
-        for (parameter, kind), arg in zip(self._parameters[operator.action], operator.args, strict=True):
-            name = parameter.removeprefix("?")
-            binding[name] = binding[f"{name}:{kind}"] = arg
+        for (name, key), arg in zip(self._parameters[operator.action], operator.args, strict=True):
+            binding[name] = binding[key] = arg
         return binding
 
     def _write(self, text: Text, t: int, binding: Binding) -> str:
@@ -509,6 +511,11 @@ def _names(things: Iterable[str]) -> dict[str, str]:
         seen[kind] += 1
         names[thing] = f"{kind} {seen[kind] if bar else ''}"
     return names
+
+
+def _without_marks(parameters: Iterable[tuple[str, str]]) -> Iterator[tuple[str, str]]:
+    """Names and types of an action's parameters, which PDDL writes as ``?name``."""
+    return ((name.removeprefix("?"), kind) for name, kind in parameters)
 
 
 def _task_type(name: str) -> str:

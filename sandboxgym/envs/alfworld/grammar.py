@@ -83,11 +83,16 @@ class Condition:
             yield binding
             return
         predicate, placeholders = self.atoms[depth]
-        positions = tuple(i for i, placeholder in enumerate(placeholders) if placeholder.key in binding)
-        key = tuple(binding[placeholders[i].key] for i in positions)
+        positions = tuple([i for i, placeholder in enumerate(placeholders) if placeholder.key in binding])
+        key = tuple([binding[placeholders[i].key] for i in positions])
+        known, last = len(positions) == len(placeholders), depth + 1 == len(self.atoms)
         for args in scene.facts(predicate, positions, key):
-            extended = _bind(placeholders, args, binding, scene)
-            if extended is not None:
+            extended = binding if known else _bind(placeholders, args, binding, scene)
+            if extended is None:
+                continue
+            if last:  # what the next depth would do, without a generator for each
+                yield extended
+            else:
                 yield from self.solutions(scene, extended, depth + 1)
 
     def holds(self, scene: TextScene, binding: Binding) -> bool:

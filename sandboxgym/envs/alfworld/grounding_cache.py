@@ -22,6 +22,7 @@ import pkgutil
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import xor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,8 +68,11 @@ class StoredBucket:
         names: Mapping[int, str],
     ) -> None:
         self._masks = dict(enumerate(map(int.from_bytes, masks)))  # no list: there negative numbers mean something
-        pos, neg = (map(self._masks.__getitem__, column) for column in conditions)
-        self._conditions = [*zip(range(len(rows)), pos, neg, strict=True)]
+        pos, neg = ([*map(self._masks.__getitem__, column)] for column in conditions)
+        if not len(pos) == len(neg) == len(rows):
+            raise ValueError("expected conditions for each operator")
+        # Facts that must be true or false, but not those of a contradiction: then nothing equals the true ones.
+        self._conditions = [*zip(range(len(rows)), pos, map(xor, pos, neg))]
         self._rows = rows
         self.commands = commands
         self._names = names
@@ -79,7 +83,7 @@ class StoredBucket:
 
     def applicable(self, state: int) -> list[int]:
         """See `Bucket.applicable`."""
-        return [at for at, pos, neg in self._conditions if state & pos == pos and not state & neg]
+        return [at for at, pos, looked_at in self._conditions if state & looked_at == pos]
 
     def operator(self, at: int) -> Operator | None:
         """See `Bucket.operator`."""
@@ -95,7 +99,8 @@ class StoredBucket:
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("ignored a damaged operator of the game cache: %s", error)
             return None
-        _, pos, neg = self._conditions[at]
+        _, pos, looked_at = self._conditions[at]
+        neg = looked_at ^ pos
         made = self._made[at] = Operator(action, args, pos, neg, add, delete, effects, listed_add, listed_delete)
         return made
 
