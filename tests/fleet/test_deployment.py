@@ -20,7 +20,7 @@ import pytest
 from components import missing
 from ports import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = ROOT / "docs" / "examples" / "fleet"
 NODE = FILES / "node.sh"
 
