@@ -37,7 +37,7 @@ def nodes(ray_installed: None) -> Iterator[Nodes]:
 
 @pytest.fixture
 def nothing_left(nodes: Nodes) -> Iterator[None]:
-    """What owners have on the nodes is the same before and after a test."""
+    """Traces of owners on the nodes are the same before and after a test."""
     nodes.with_two()
     until(lambda: not nodes.left())  # of the test before
     before = nodes.settled_traces()

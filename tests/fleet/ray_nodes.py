@@ -149,7 +149,7 @@ class Nodes:
             found = now
 
     def traces(self) -> dict[str, Any]:
-        """What owners have on the nodes, and what this process holds of it."""
+        """Traces of owners on the nodes, and what this process holds of them."""
         gc.collect()  # an exception keeps what its frames have, and is often part of a cycle
         alive = [row for row in ray._private.state.actors().values() if row["State"] != "DEAD"]
         groups = [row for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]

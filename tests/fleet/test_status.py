@@ -1,4 +1,4 @@
-"""What owners and workers of a fleet say of themselves, as far as it needs no cluster."""
+"""Reports of a fleet's owners and workers on themselves, as far as they need no cluster."""
 
 from __future__ import annotations
 

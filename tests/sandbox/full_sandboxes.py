@@ -84,7 +84,7 @@ def said(sandbox: Sandbox, command: str) -> str:
 
 
 def typed(sandbox: Sandbox, text: str, until: str = r">>> $") -> str:
-    """What a program says to a line that is typed to it."""
+    """Answer of a program to a line that is typed to it."""
     answer = sandbox.interact(text, timeout=LONG, until=until)
     assert answer.running, answer
     return answer.output

@@ -232,7 +232,7 @@ def test_after_the_timeout_of_a_rollout_what_has_not_ended_is_dropped(
 def test_after_the_timeout_no_environment_is_made_and_no_task_reset_to(
     held: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is under way ends: here the first step of the first path, while others wait for an environment."""
+    """Work under way ends: here the first step of the first path, while others wait for an environment."""
     begun, let_go = threading.Event(), threading.Event()
     made: list[Any] = []
 

@@ -40,7 +40,7 @@ class Mortal(gym.Wrapper):
     """Dies at the calls that ``fate`` names, and is of no use after that."""
 
     fate: Callable[[str, int], bool]
-    """Of the name of a call, and how many there were of it before."""
+    """True if a call dies, by its name and the number of those before it."""
     calls: Counter[str]
     closed: list[Mortal]
 

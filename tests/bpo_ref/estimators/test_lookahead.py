@@ -38,14 +38,14 @@ def probabilities_of_other_weights(
 
 
 def luck_of_earlier_decisions(trees: Sequence[RolloutTree], args: Args, memory: Memory, *_: Any) -> None:
-    """What is taken off is the luck that led to a state, not that which came after it."""
+    """Subtract the luck that led to a state, not that which came after it."""
     assign_credit(trees, args, memory)
     for edge in edges_of(trees):
         edge.advantage += edge.luck - edge.control * 2
 
 
 def sampled_action_left_out(trees: Sequence[RolloutTree], args: Args, memory: Memory, *_: Any) -> None:
-    """As if what was drawn had never been listed."""
+    """Set controls as if the sampled action had never been listed."""
     kept = [(edge, edge.control) for edge in edges_of(trees)]
     for edge, control in kept:
         edge.control = min(control, 0.0)
@@ -55,7 +55,7 @@ def sampled_action_left_out(trees: Sequence[RolloutTree], args: Args, memory: Me
 
 
 def own_return_in_the_baseline(trees: Sequence[RolloutTree], args: Args, memory: Memory, *_: Any) -> None:
-    """As if the residual at a state counted the path itself among the others."""
+    """Count the path itself among the others in the residual at a state."""
     assign_credit(trees, args, memory)
     for edge in edges_of(trees):
         edge.advantage -= (edge.value - edge.luck) / 5
@@ -173,7 +173,7 @@ def test_a_network_is_that_before_the_batch_whatever_is_learnt_of_it() -> None:
 
 
 def test_fair_squares_are_of_returns_less_luck() -> None:
-    """Of flat rollouts the mean square at the root is that of each path's return less the luck of all its decisions."""
+    """In flat rollouts the mean square at the root is that of each path's return less the luck of all its decisions."""
     args = settings("rloo-pooled", roots=4)
     memory = taught(SPARSE, args)
     for trees, *_ in batches_of(SPARSE, args, memory, batches=2, listed=(0, 1)):

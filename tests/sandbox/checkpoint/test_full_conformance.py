@@ -61,7 +61,7 @@ class Torn(Whole):
 
 
 class Drained(Whole):
-    """What is on its way in pipes and connections, and locks, are lost: all descriptors are closed."""
+    """Fault: bytes on their way in pipes and connections, and locks, are lost: all descriptors are closed."""
 
     def _apply(self, state: SandboxSnapshot) -> None:
         super()._apply(state)

@@ -1,4 +1,4 @@
-"""What a full snapshot keeps of the objects that one program holds."""
+"""Objects that one program holds, and what a full snapshot keeps of them."""
 
 from __future__ import annotations
 

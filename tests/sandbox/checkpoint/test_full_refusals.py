@@ -1,4 +1,4 @@
-"""What cannot be captured with running processes, and what is refused, kept or left behind."""
+"""Processes that cannot be captured while they run, and what is refused, kept or left behind."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ Fork = Callable[[Sandbox], Sandbox]
 
 
 def typed(sandbox: Sandbox, text: str) -> str:
-    """What a Python says to a line that is typed to it."""
+    """Answer of a Python to a line that is typed to it."""
     answer = sandbox.interact(text, timeout=LONG, until=">>> $")
     assert answer.running, answer
     return answer.output
