@@ -22,7 +22,7 @@ from asynchronous_cases import (  # noqa: F401 - fixtures
     paths,
     rolled,
 )
-from test_rollout_failures import Fragile
+from failing_envs import Fragile
 from test_tree import Forks, Irregular, Wanderer
 
 import sandboxgym.wrappers.jobs as jobs
