@@ -67,6 +67,7 @@ class RunLog:
     """
 
     def __init__(self, args: Args, stage: Stage, step: int, accelerator: Accelerator, *, resumed: bool) -> None:
+        self._algo = args.algo
         self._enabled = accelerator.is_main_process
         if not self._enabled:
             return
@@ -109,6 +110,28 @@ class RunLog:
         if self._enabled:
             with self._points.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+
+    def evaluation(self, name: str, score: Score, stage: Stage, step: int, counters: Mapping[str, float]) -> None:
+        """Log the score of an evaluation.
+
+        Args:
+            name: of the evaluation.
+            score: success, rewards and ends.
+            stage: stage of the evaluated policy.
+            step: step of the stage.
+            counters: what the run has spent.
+        """
+        values = {"eval/success": score.rate, "eval/turns": score.turns, "eval/reward": score.reward}
+        values |= {f"eval/{end}": count for end, count in score.ends.items() if end != "suspicious"}
+        values |= {"eval/suspicious": score.ends.get("suspicious", 0) / score.n, "eval/dropped": score.dropped}
+        self.scalars(values, stage, step)
+        if name == "sft" and self._algo != "sft":  # where reinforcement learning begins
+            self.scalars(values, "rl", 0)
+        by_type = {kind: won / n for kind, (won, n) in score.by_type.items()}
+        record = {"stage": stage, "step": step, "name": name, **counters, "success": score.rate, "n": score.n}
+        self.point(
+            {**record, "reward": score.reward, "by_type": by_type, "ends": score.ends, "outcomes": score.outcomes}
+        )
 
     def close(self) -> None:
         """Flush the logs."""

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -22,9 +22,8 @@ from typing import IO, Any, TypeVar
 import torch
 from accelerate import Accelerator
 from accelerate.utils import InitProcessGroupKwargs, gather_object, patch_environment
-from transformers import PreTrainedTokenizerBase
 
-from bpo_ref.args import BY_ENTROPY, Args, resolved
+from bpo_ref.args import Args, resolved
 from bpo_ref.baselines import Memory
 from bpo_ref.config import ConfigError
 from bpo_ref.distributed import chosen
@@ -32,17 +31,12 @@ from bpo_ref.eval import Score, evaluate
 from bpo_ref.experiments.gpu_memory import Layout, shortage
 from bpo_ref.learning import packing
 from bpo_ref.learning.checkpoint import load_checkpoint, save_checkpoint
+from bpo_ref.learning.initial_models import InitialModels, adamw
 from bpo_ref.learning.models import (
     ActorCritic,
     CausalLM,
     WithoutAdapter,
-    add_adapter,
-    build_tiny,
-    checkpoint_layers,
-    compute_in,
     eos_ids,
-    load_adapter,
-    load_policy,
     lowered_twin,
     policy_of,
     refresh,
@@ -50,11 +44,12 @@ from bpo_ref.learning.models import (
 )
 from bpo_ref.lookahead import check_prompt
 from bpo_ref.run_log import RunLog, Stage, described_failures, tracking, write_report
-from bpo_ref.running import colocated, folder, journals, run_processes, servers
+from bpo_ref.running import folder, journals, run_processes, servers
 from bpo_ref.running.console import StageProgress, header, model_line, say, say_from_signal
 from bpo_ref.running.environments import first_info, gives_key, opened
 from bpo_ref.running.launcher import stop_with_launcher
 from bpo_ref.running.resuming import MAY_CHANGE, check_settings
+from bpo_ref.running.setting_checks import BY_ENTROPY, check_info, check_processes, with_whole_rows
 from bpo_ref.sampling.backends import make_backend
 from bpo_ref.sampling.chat_format import ChatFormat
 from bpo_ref.sampling.driver import by_itself, driver_line
@@ -145,25 +140,11 @@ class TrainingSession:
                 raise
             raise TrainingFailed(f"{args.env_id} cannot be reset: {described(error)} ({_SHOW_WHERE})") from error
         self.args = args = resolved(args, keyed=keyed)
-        if args.credit == "gigpo" and not first_info(self.envs).get("state_hash"):
-            raise ConfigError(f"credit: gigpo needs info['state_hash'], which {args.env_id} does not give")
-        if args.lookahead and not first_info(self.envs).get("admissible_commands"):
-            raise ConfigError(f"lookahead: needs info['admissible_commands'], which {args.env_id} does not give")
-        if args.network != "none" and first_info(self.envs).get("features") is None:
-            raise ConfigError(
-                f"network: needs info['features'], which {args.env_id} does not give; some "
-                "environments do with env_kwargs features=true"
-            )
+        check_info(args, partial(first_info, self.envs))
         self.strategy = chosen(self.accelerator, dtype=getattr(torch, args.dtype), clip=args.max_grad_norm)
         self.check_processes()
-        if self.strategy.sharded and args.long_rows == "split":  # whose processes all make the same passes
-            if args.context > args.micro_tokens:
-                raise ConfigError(
-                    f"long_rows: rows of up to {args.context} tokens (context) cannot be split into parts of "
-                    f"{args.micro_tokens} (micro_tokens) where weights are sharded (FSDP2, ZeRO-3): raise micro_tokens "
-                    "or lower context; with long_rows=whole each is one pass"
-                )
-            self.args = args = replace(args, long_rows="whole")
+        if self.strategy.sharded:
+            self.args = args = with_whole_rows(args)
         self.out.mkdir(parents=True, exist_ok=True)
         run_processes.check_shared(self.out, self.accelerator, self.gather)
         self._take_out()
@@ -189,7 +170,8 @@ class TrainingSession:
             args.prompt, args.env_id, system=args.system, list_actions=args.list_actions, history=args.history
         )
         self.demonstrations = self._load_demonstrations()
-        model, self.tokenizer = self._build(saved is not None)
+        self._models = InitialModels(args, self.accelerator.device, self.strategy.sharded, self.demonstrations)
+        model, self.tokenizer = self._models.trained(self.stage, resuming=saved is not None)
         self.chat = ChatFormat(
             self.tokenizer,
             system=self.prompt.system,
@@ -199,7 +181,16 @@ class TrainingSession:
         if args.lookahead:
             check_prompt(self.prompt, self.chat)
         self._check_memory(model)
-        self._servers = self._reach_servers(model) if args.backend == "vllm" else None
+        if args.backend == "vllm":
+            self._servers = servers.reached(
+                args,
+                model,
+                self.tokenizer,
+                self.chat,
+                self.accelerator,
+                self.gather,
+                sharded=self.strategy.sharded,
+            )
         whole = ActorCritic(model) if args.critic else model
         sizes = [(parameter.numel(), parameter.requires_grad) for parameter in whole.parameters()]
         if saved is not None and args.critic:
@@ -373,59 +364,6 @@ class TrainingSession:
         """The network as wrapped for all processes: the module that is trained."""
         return self.strategy.model
 
-    def _build(self, resuming: bool) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-        """Build the policy for training: weights in fp32, or frozen ones in ``dtype`` with adapters in fp32."""
-        args, checkpoint = self.args, self.out / "checkpoint"
-        if args.lora_r:
-            base, tokenizer = self._initial(args.dtype)
-            model = self._adapted(base)
-            if resuming:
-                load_adapter(model, checkpoint)
-            return model, tokenizer
-        if resuming:
-            model, tokenizer = load_policy(checkpoint, device=self.accelerator.device)
-        else:
-            model, tokenizer = self._initial("float32")
-        self._configure(model)
-        return model, tokenizer
-
-    def _initial(self, dtype: str) -> tuple[CausalLM, PreTrainedTokenizerBase]:
-        """Initial model and tokenizer of this stage."""
-        args = self.args
-        if self._start() == args.model and args.model.startswith("tiny:"):
-            texts = (text for d in self.demonstrations for text in d["observations"] + d["actions"])
-            size = args.model.removeprefix("tiny:")
-            return build_tiny(size, texts, vocabulary=args.tiny_vocabulary, context=args.context, seed=args.seed)
-        setting = "init_from" if args.init_from else "model"
-        return load_policy(self._start(), dtype=dtype, device=self.accelerator.device, setting=setting)
-
-    def _start(self) -> str:
-        """Folder or name of this stage's initial weights."""
-        args = self.args
-        if args.init_from:
-            return args.init_from
-        return str(self.out / "sft") if args.sft_steps and self.stage == "rl" else args.model
-
-    def _merged(self) -> CausalLM:
-        """The SFT policy with its adapters merged, from the folder of the adapters, which is removed."""
-        merged, _ = load_policy(self.out / "adapter", dtype=self.args.dtype)
-        shutil.rmtree(self.out / "adapter")
-        return merged
-
-    def _adapted(self, base: CausalLM) -> CausalLM:
-        args = self.args
-        model = add_adapter(base, r=args.lora_r, alpha=args.lora_alpha, seed=args.seed, base=self._start())
-        self._configure(model)
-        return model
-
-    def _configure(self, model: CausalLM) -> None:
-        if self.args.pack == "tree":
-            packing.enable(model)
-        if self.args.gradient_checkpointing:
-            checkpoint_layers(model)
-        if self.args.dtype != "float32" and not self.strategy.sharded:  # shards are gathered in that type
-            compute_in(model, getattr(torch, self.args.dtype))
-
     def _check_packing(self) -> None:
         """Check packing where the model trains: it was tested on the CPU, and attention may differ here."""
         if self.args.pack == "tree":
@@ -466,8 +404,8 @@ class TrainingSession:
                 self.tokenizer.save_pretrained(self.out / "adapter")
             self.accelerator.wait_for_everyone()
             main = self.accelerator.is_main_process  # merges on the CPU, in fp32; the others read the result
-            self.save(self.out / "sft", policy=self._merged() if main else self.policy)
-            policy = self._adapted(self._initial(self.args.dtype)[0])
+            self.save(self.out / "sft", policy=self._models.merged() if main else self.policy)
+            policy = self._models.adapted(self.stage, self._models.initial(self.stage, self.args.dtype)[0])
             self.accelerator.free_memory()  # accelerate keeps references to what it prepared
             if self.args.critic:
                 whole.policy = policy
@@ -482,25 +420,15 @@ class TrainingSession:
         """The initial policy of reinforcement learning, frozen: the model without its adapters, or a copy."""
         if self.args.lora_r:
             return WithoutAdapter(self.policy)
-        model, _ = self._initial(self.args.dtype)
+        model, _ = self._models.initial(self.stage, self.args.dtype)
         model = model.to(self.accelerator.device).eval().requires_grad_(False)
         if self.args.pack == "tree":
             packing.enable(model)
         return self.strategy.frozen(model)
 
     def adamw(self, model: CausalLM) -> torch.optim.AdamW:
-        """AdamW; the value head's learning rate stays in proportion to the policy's, and only matrices decay."""
-        args = self.args
-        learnt = [parameter for parameter in policy_of(model).parameters() if parameter.requires_grad]
-        groups: list[dict[str, Any]] = [{"params": learnt, "scale": 1.0, "weight_decay": args.weight_decay}]
-        if args.weight_decay:
-            groups[0]["params"] = [parameter for parameter in learnt if parameter.ndim > 1]
-            vectors = [parameter for parameter in learnt if parameter.ndim < 2]  # norms and biases
-            groups.append({"params": vectors, "scale": 1.0, "weight_decay": 0.0})
-        if args.critic:
-            head = list(model.value_head.parameters())
-            groups.append({"params": head, "scale": args.value_lr / args.lr, "weight_decay": 0.0})
-        return torch.optim.AdamW(groups, lr=args.lr, betas=args.betas, eps=args.adam_eps)
+        """Optimizer of a model's trained weights."""
+        return adamw(model, self.args)
 
     def _load_demonstrations(self) -> list[dict[str, Any]]:
         """Expert episodes, collected once and kept in ``out``, for SFT and the tokenizer's vocabulary."""
@@ -573,51 +501,6 @@ class TrainingSession:
             refresh(self._twin, self.policy)
         return self._twin
 
-    def _reach_servers(self, model: CausalLM) -> servers.Servers:
-        """Find the servers, or start them, and compare them with what the run needs.
-
-        Raises:
-            ConfigError: one is not there, or serves something else.
-        """
-        if self.accelerator.is_main_process:
-            folder.remove_published(self.out)  # of a start that was killed
-        try:
-            return self._servers_for(model)
-        except BaseException:
-            if self.accelerator.is_main_process:
-                folder.remove_published(self.out)
-            raise
-
-    def _servers_for(self, model: CausalLM) -> servers.Servers:
-        args, own, engines = self.args, None, None
-        start = [colocated.start_folder(args)] if args.colocated else []
-        if args.colocated:
-            self.say(f"{'server':<12} vLLM starts here; its log is in {self.out / 'servers'}")
-            if self.accelerator.is_main_process:
-                folder.published(self.out, *start)
-            own, engines = colocated.started(args, model, self.tokenizer, self.accelerator, self.gather)
-        publisher = servers.publisher_of(
-            args,
-            self.tokenizer,
-            self.chat,
-            vocabulary=model.config.vocab_size,
-            engines=engines,
-            device=self.accelerator.device,
-        )
-        if self.accelerator.is_main_process:
-            folder.published(self.out, publisher.writes, *start)
-        sleeps = args.server_sleeps or (args.colocated and self.accelerator.device.type == "cuda")
-        found = servers.Servers(publisher, self.accelerator, sharded=self.strategy.sharded, sleeps=sleeps, own=own)
-        try:
-            compare = partial(servers.difference, publisher.fleet, args, self.tokenizer, self.chat, sleeps=sleeps)
-            run_processes.all_refuse(self.accelerator, compare)
-            if own is not None:
-                found.left()  # asleep before the optimizer is made
-        except BaseException:
-            found.close()
-            raise
-        return found
-
     def evaluate(self, name: str) -> Score:
         """Play the evaluation set with the current policy and log the score under the name."""
         args = self.args
@@ -634,20 +517,9 @@ class TrainingSession:
                 by_itself=by_itself(args),
             )
         self.scores[name] = score
-        values = {"eval/success": score.rate, "eval/turns": score.turns, "eval/reward": score.reward}
-        values |= {f"eval/{name}": count for name, count in score.ends.items() if name != "suspicious"}
-        values |= {"eval/suspicious": score.ends.get("suspicious", 0) / score.n, "eval/dropped": score.dropped}
-        self.log.scalars(values, self.stage, self.step)
-        if name == "sft" and args.algo != "sft":  # where reinforcement learning begins
-            self.log.scalars(values, "rl", 0)
+        self.log.evaluation(name, score, self.stage, self.step, self.counters)
         rest = f"mean reward {score.reward:.2f}, {score.turns:.1f} turns"
         self.say(f"evaluation {name}: success {score.rate:.1%} ({score.successes} of {score.n}), {rest}")
-        by_type = {kind: won / n for kind, (won, n) in score.by_type.items()}
-        at = {"stage": self.stage, "step": self.step}
-        record = {**at, "name": name, **self.counters, "success": score.rate, "n": score.n}
-        self.log.point(
-            {**record, "reward": score.reward, "by_type": by_type, "ends": score.ends, "outcomes": score.outcomes}
-        )
         return score
 
     def report(self) -> None:
@@ -741,19 +613,7 @@ class TrainingSession:
             say(text)
 
     def check_processes(self) -> None:
-        """Check the number of processes: one that was meant to be several would train on a part of the batch."""
+        """Check the number of processes, and what each of them would train on."""
         args, wanted = self.args, int(os.environ.get("WORLD_SIZE", "1"))
         self.strategy.check(adapters=bool(args.lora_r), critic=args.critic)
-        if self.strategy.sharded and args.staleness:
-            raise ConfigError("staleness: needs whole weights on every process, found sharded ones (FSDP2, ZeRO-3)")
-        if wanted != self.accelerator.num_processes:
-            raise ConfigError(
-                f"the launcher wanted {wanted} processes, accelerate runs {self.accelerator.num_processes}"
-            )
-        if args.prompts % ((args.minibatches or 1) * wanted):
-            raise ConfigError(
-                f"prompts: {args.prompts} cannot be split evenly into {args.minibatches} minibatches "
-                f"for {wanted} processes"
-            )
-        if args.sft_batch < wanted:
-            raise ConfigError(f"sft_batch: {args.sft_batch} episodes for {wanted} processes")
+        check_processes(args, self.accelerator.num_processes, wanted=wanted, sharded=self.strategy.sharded)

@@ -5,10 +5,11 @@
 Every algorithm is a setting of one rollout tree (`sandboxgym.tree`): where it forks (the schedule), what an action is
 credited with (credit and baseline), how much a step counts (its weight). The rest, from sampling to logging, is shared.
 
-Other modules: the settings and their checks (`args.py`), the algorithms as settings (`presets.py`), where trees fork
-(`schedules.py`), baselines from other rollouts (`baselines.py`), SFT (`supervised.py`), the state of a run
-(`session.py`), scores (`eval.py`) and reports (`run_log.py`). Packages: `sampling/` from chats to sampled turns, here
-or on servers, `learning/` the network and its batches, `distributed/` weights on many GPUs, `experiments/` measured.
+Other modules: the settings (`args.py`) and their checks (`running/setting_checks.py`), the algorithms as settings
+(`presets.py`), where trees fork (`schedules.py`), baselines from other rollouts (`baselines.py`), SFT
+(`supervised.py`), the state of a run (`session.py`), scores (`eval.py`) and reports (`run_log.py`). Packages:
+`sampling/` from chats to sampled turns, here or on servers, `learning/` the network, its initial weights and its
+batches, `distributed/` weights on many GPUs, `experiments/` measured.
 """
 
 from __future__ import annotations

@@ -364,8 +364,8 @@ CHANGES: dict[str, dict[str, tuple[str, ...]]] = {
             "return self._chat.turn(message, truncated=False)",
         ),
         "positions after the answer": (
-            "positions = {i: len(self._session.context(rows[i])) for i in able}\n        generations = ",
-            "positions = {i: len(self._session.context(rows[i])) + 1 for i in able}\n        generations = ",
+            "lengths = [len(self._session.context(row)) for row in rows]",
+            "lengths = [len(self._session.context(row)) + 1 for row in rows]",
         ),
         "a fork begins with all of its parent": (
             "fork = self._session.fork(row, length=shared)",

@@ -1,4 +1,4 @@
-"""What the site adds to the pages: descriptions for search engines, room for wide tables, the repository's own pages.
+"""Additions to the pages of the site: descriptions for search engines, room for wide tables, pages of the repository.
 
 MkDocs calls these functions (`hooks` in mkdocs.yml).
 """

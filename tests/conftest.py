@@ -20,7 +20,7 @@ import pytest
 # Folders with modules that tests of other folders import, by their bare names.
 TESTS = Path(__file__).parent
 SHARED = (
-    *("", "support", "tools", "repository", "sandbox", "tree"),
+    *("", "fleet", "support", "tools", "repository", "sandbox", "tree"),
     *("bpo_ref", "bpo_ref/adapters", "bpo_ref/distributed", "bpo_ref/estimators"),
     *("bpo_ref/learning", "bpo_ref/running", "bpo_ref/sampling"),
     *("conformance", "conformance/probes", "envs/harbor", "envs/swebench/rows", "envs/webshop"),

@@ -42,7 +42,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 class Boards:
-    """What the nodes of a fleet know, in one process."""
+    """Boards with what the nodes of a fleet know, in one process."""
 
     def __init__(self, caches: dict[str, LayerCache]) -> None:
         self.caches, self.has, self.claims, self.lock = caches, dict[str, set[str]](), set[str](), threading.Lock()

@@ -35,7 +35,7 @@ def pool():
 
 
 def roll(env, observation, info):
-    """What three steps show."""
+    """Observations of a reset and three steps."""
     return [int(observation), *(int(env.step(0)[0]) for _ in range(3))]
 
 

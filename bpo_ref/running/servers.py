@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,9 @@ from safetensors import SafetensorError
 from transformers import PreTrainedTokenizerBase
 
 from bpo_ref.config import ConfigError
-from bpo_ref.running.colocated import OwnServer
+from bpo_ref.running import colocated, folder
+from bpo_ref.running.console import say
+from bpo_ref.running.run_processes import all_refuse
 from bpo_ref.sampling.chat_format import ChatFormat
 from bpo_ref.sampling.engine import Engine, EngineError, Expected
 from bpo_ref.sampling.served import Fleet
@@ -55,13 +58,13 @@ def publisher_of(
         seconds=args.server_timeout,
         tokens=sampled,
     )
-    folder = Path(args.server_weights) if args.server_weights else Path(args.out) / "served"
+    where = Path(args.server_weights) if args.server_weights else Path(args.out) / "served"
     how: dict[str, Any] = {"adapters": args.server_sends == "adapters", "pinned": args.staleness > 0}
     if args.server_sends == "nccl":
         if device is None or device.type not in NCCL_DEVICES:
             raise ConfigError(f"server_sends: nccl sends from a GPU, and this process has {device}")
         how["device"] = device
-    return Publisher(fleet, folder, proof, dtype=getattr(torch, args.dtype), **how)
+    return Publisher(fleet, where, proof, dtype=getattr(torch, args.dtype), **how)
 
 
 def difference(
@@ -100,7 +103,7 @@ class Servers:
         *,
         sharded: bool,
         sleeps: bool,
-        own: OwnServer | None = None,
+        own: colocated.OwnServer | None = None,
     ) -> None:
         self._publisher, self._accelerator, self._own = publisher, accelerator, own
         self._sharded, self._sleeps = sharded, sleeps
@@ -164,3 +167,71 @@ class Servers:
     def _reason(self, error: Exception) -> str:
         """Sentence about weights that could not be written, as on a full disk."""
         return f"server_weights: the weights cannot be written to {self._publisher.folder} ({described(error)})"
+
+
+def reached(
+    args: Args,
+    model: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat,
+    accelerator: Accelerator,
+    gather: Callable[[list[Any]], list[Any]],
+    *,
+    sharded: bool,
+) -> Servers:
+    """Find the servers of a run, or start them, and compare them with what it needs; all processes have to call it.
+
+    Args:
+        args: settings of the run.
+        model: the policy, whole.
+        tokenizer: of the policy.
+        chat: format of its conversations.
+        accelerator: the processes of the run.
+        gather: collects the lists of all processes.
+        sharded: see `Servers`.
+
+    Raises:
+        ConfigError: one is not there, or serves something else.
+    """
+    out = Path(args.out)
+    if accelerator.is_main_process:
+        folder.remove_published(out)  # of a start that was killed
+    try:
+        return _compared(args, model, tokenizer, chat, accelerator, gather, sharded=sharded)
+    except BaseException:
+        if accelerator.is_main_process:
+            folder.remove_published(out)
+        raise
+
+
+def _compared(
+    args: Args,
+    model: CausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    chat: ChatFormat,
+    accelerator: Accelerator,
+    gather: Callable[[list[Any]], list[Any]],
+    *,
+    sharded: bool,
+) -> Servers:
+    out, own, engines = Path(args.out), None, None
+    start = [colocated.start_folder(args)] if args.colocated else []
+    if args.colocated:
+        if accelerator.is_main_process:
+            say(f"{'server':<12} vLLM starts here; its log is in {out / 'servers'}")
+            folder.published(out, *start)
+        own, engines = colocated.started(args, model, tokenizer, accelerator, gather)
+    size, device = model.config.vocab_size, accelerator.device
+    publisher = publisher_of(args, tokenizer, chat, vocabulary=size, engines=engines, device=device)
+    if accelerator.is_main_process:
+        folder.published(out, publisher.writes, *start)
+    sleeps = args.server_sleeps or (args.colocated and accelerator.device.type == "cuda")
+    found = Servers(publisher, accelerator, sharded=sharded, sleeps=sleeps, own=own)
+    try:
+        all_refuse(accelerator, partial(difference, publisher.fleet, args, tokenizer, chat, sleeps=sleeps))
+        if own is not None:
+            found.left()  # asleep before the optimizer is made
+    except BaseException:
+        found.close()
+        raise
+    return found

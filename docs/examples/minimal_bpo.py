@@ -63,7 +63,7 @@ class Policy(torch.nn.Module):
         torch.nn.init.zeros_(self.weights.weight)
 
     def log_probabilities(self, options: list[list[int]]) -> torch.Tensor:
-        """Of each of the commands, (commands,)."""
+        """Log-probability of each of the commands, (commands,)."""
         return torch.log_softmax(self.weights(torch.tensor(options)).sum((1, 2)), 0)
 
 
@@ -80,7 +80,7 @@ class Edge:
     weight: float
     """Its path's share: 1 at the root, half of it below every fork."""
     key: str
-    """How far the task has come, of the state that it was taken in: what its baseline is looked up by."""
+    """Progress of the task in the state where it was chosen, by which its baseline is looked up."""
     reward: float = 0.0
     children: list[Edge] = field(default_factory=list)
     value: float = 0.0

@@ -1,4 +1,4 @@
-"""What forks buy a search: four ways to spend the same environment steps on a game of ALFWorld.
+"""The use of forks in a search: four ways to spend the same environment steps on a game of ALFWorld.
 
 Scripted policy: any command that may change something. The last two methods choose where to go on by progress.
 """

@@ -34,7 +34,7 @@ CAPABILITIES = Capabilities("toy", True, True, True, "constant", frozenset({"mem
 
 
 def stage(capabilities: Capabilities = CAPABILITIES, **more: Any) -> Any:
-    """What attempts are made on, without a sandbox."""
+    """Stand-in for the stage of attempts, without a sandbox."""
     return SimpleNamespace(backend="toy", capabilities=capabilities, forget=lambda _: None, **more)
 
 

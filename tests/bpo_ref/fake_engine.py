@@ -23,7 +23,7 @@ Alter = Callable[[dict[str, Any]], None]
 
 @dataclass
 class Fault:
-    """What happens to a request for a turn: each part is left out by default."""
+    """Fault of a request for a turn: each part is left out by default."""
 
     latency: float = 0.0
     status: int = 200
@@ -62,13 +62,13 @@ class FakeServer:
     missing: tuple[str, ...] = ()
     """Paths that it does not know."""
     fault: Callable[[int], Fault] = lambda number: Fault()
-    """What goes wrong with the n-th request for a turn, from 0."""
+    """Fault of the n-th request for a turn, from 0."""
     keeps: Callable[[str], bool] = lambda name: False
     """Weights that it silently does not load."""
     load_fault: Callable[[int], bool] = lambda number: False
-    """Whether the n-th loading of weights fails."""
+    """True for the n-th loading of weights if it fails."""
     sleeps: bool = False
-    """Whether it can sleep."""
+    """True if it can sleep."""
     slept: int = 0
     rank: int = 0
     """Largest rank of adapters; 0: it takes none."""

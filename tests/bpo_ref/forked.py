@@ -98,7 +98,7 @@ class Process:
 
 
 def run(arguments: Sequence[str], env: Mapping[str, str], *, timeout: float = 1800) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` of an interpreter with these arguments, and what it printed.
+    """Run an interpreter with these arguments, as `subprocess.run` does, and capture its output.
 
     Raises:
         subprocess.TimeoutExpired: it took longer; it has been killed, with what it had started through the server.

@@ -60,7 +60,7 @@ class Kind:
     env: str
     arguments: dict[str, Any]
     store: str = ""
-    """Of a directory ("store") or of the objects of the cluster ("objects"); empty: snapshots come as bytes."""
+    """A directory ("store") or the objects of the cluster ("objects") as a store; empty: snapshots come as bytes."""
     choices: Sequence[Any] = ()
     timeout: float = 2.0
 
@@ -174,19 +174,19 @@ def made(kind: Kind, folder: Path, workers: int = WORKERS, address: str | None =
 
 
 def grown(kind: Kind, envs: Any, policy: Chooser, **options: Any) -> Any:
-    """What happened on every path of the trees."""
+    """Events on every path of the trees."""
     tasks = [0, 1] if "SWE" in kind.env else [0, 1, 0, 1]
     return sampled(rollout(envs, policy, SCHEDULE, tasks=tasks, seed=(7,), **options))
 
 
 def undisturbed(kind: Kind) -> Any:
-    """What happens with environments of this process."""
+    """Events on every path with environments of this process."""
     with Envs(lambda: gym.make(kind.env, **kind.arguments)) as envs:
         return grown(kind, envs, chooser(kind))
 
 
 def strikes(machines: Machines, envs: RayEnvs, rng: random.Random) -> dict[str, Callable[[], bool]]:
-    """What can happen, each a function that does it and tells whether it did."""
+    """Strikes by name: functions that return True if they struck."""
 
     def workers() -> list[RayWorker]:
         return [envs._worker(place) for place in envs._present() if envs._worker(place).pid]

@@ -86,7 +86,7 @@ def whole(trees: Sequence[RolloutTree]) -> list[Any]:
 
 
 def measured(trees: Sequence[RolloutTree]) -> list[float]:
-    """What the trainer measures of turns."""
+    """Numbers of the turns that the trainer measures."""
     turns = [edge.action.data for tree in trees for edge in tree.edges()]
     return [number for turn in turns for number in (*turn.logps, *turn.entropies)]
 

@@ -145,7 +145,7 @@ def test_alfworld_is_evaluated_with_intervals_a_table_trees_and_json(here, run):
 
 @pytest.mark.parametrize("greedy", [True, False])
 def test_samples_with_the_same_answers_are_told(here, run, greedy):
-    """As of a server that ignores temperature and seed."""
+    """A server may ignore temperature and seed."""
 
     def ask(request: dict[str, Any]) -> Any:
         return answer({**request, "seed": 0} if greedy else request, wrong=2)

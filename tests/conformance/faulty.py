@@ -184,7 +184,7 @@ class LeavesReports(Corridor):
     """Fault: every fork that fails leaves a file."""
 
     reports = math.inf
-    """That may be written."""
+    """Number of files that may be written."""
 
     def fork(self, k, *, seed=None):
         try:

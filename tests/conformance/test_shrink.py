@@ -26,7 +26,7 @@ SMALL = replace(Budget.named("quick"), traces=2, steps=20, repeats=20, cycles=5)
 
 
 def executed(script: str, tmp_path: Path) -> str:
-    """What a script prints in a new interpreter."""
+    """Output of a script in a new interpreter."""
     file = tmp_path / "script.py"
     file.write_text(script, encoding="utf-8")
     folders = [str(HERE), str(HERE.parent / "support"), str(HERE.parents[1])]

@@ -223,7 +223,7 @@ def test_a_killed_run_leaves_nothing(killed, tmp_path, monkeypatch):
 
 
 def gone(pid):
-    """Whether a process has ended, if only as a zombie of somebody else's."""
+    """True if a process has ended, if only as a zombie of somebody else's."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
@@ -231,7 +231,7 @@ def gone(pid):
 
 
 def runs(pid):
-    """Whether a process runs the suite, rather than to wait for another's end."""
+    """True if a process runs the suite, rather than waits for another's end."""
     return "python" in Path(f"/proc/{pid}/comm").read_text()
 
 

@@ -37,7 +37,7 @@ PRIME = 2**61 - 1
 EXTRA = 5 * 2**20
 PER_BYTE = 64
 SECONDS = 5.0
-"""Of the processor, for what takes some hundredths; without the bounds, these take minutes, or would never end."""
+"""Processor time allowed where some hundredths are needed; without the bounds, it takes minutes, or never ends."""
 
 
 def extension(code: int, content: bytes) -> bytes:
@@ -143,7 +143,7 @@ FORMAT_BOMBS: dict[str, bytes] = {
 
 
 def measured(read: Callable[[], Any], size: int) -> None:
-    """That it takes no more than it may, whatever comes out."""
+    """Check that reading takes no more time and memory than it may, whatever comes out."""
     tracemalloc.start()
     began = time.thread_time()
     try:
@@ -434,7 +434,7 @@ def drift() -> gym.Env[Any, Any]:
 
 
 def places(layers: list[Any]) -> Iterator[tuple[int, str | None]]:
-    """Which layer, and which attribute of it; None is the whole state."""
+    """Places to damage: number of a layer, and name of an attribute in it; None is the whole state."""
     for number, (_, _, state) in enumerate(layers):
         yield number, None
         for attribute in state[0]:
@@ -480,7 +480,7 @@ def test_after_a_wrappers_state_is_accepted_the_next_steps_work(name: str) -> No
 
 
 class Told(Exception):
-    """Of a user's alarm: an ordinary exception, as many libraries raise."""
+    """Exception of a user's alarm: an ordinary one, as many libraries raise."""
 
 
 def late(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""What the snapshots of an environment refuse: damaged, foreign, released, too early."""
+"""Snapshots that environments refuse: damaged, foreign, released, too early."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ def action_for(stack: str, choice: int, info: dict[str, Any]) -> Any:
 
 
 def reseeded(env: gym.Env[Any, Any], seed: int) -> None:
-    """What a seed given to restore or fork means for the environment, said without snapshots."""
+    """Do to the environment what a seed given to restore or fork means, without snapshots."""
     env.unwrapped._np_random, env.unwrapped._np_random_seed = seeding.np_random(seed)
 
 
@@ -128,7 +128,7 @@ class Taken:
 
 @dataclass
 class Program:
-    """What the machine did, for its counters."""
+    """Counters of what the machine did."""
 
     steps: int = 0
     replayed: int = 0
@@ -349,7 +349,7 @@ class Victim:
         self.future = future(stack, begun(stack, 2, 3), self.info)
 
     def shown(self, data: bytes) -> bool:
-        """Whether it was taken for a snapshot; if not, nothing happened."""
+        """True if the data were taken for a snapshot; if not, nothing happened."""
         accepted = False
         with warnings.catch_warnings(), watched() as seen:
             warnings.simplefilter("ignore")

@@ -34,7 +34,7 @@ from sandboxgym.sandbox.layers.store import LayerStore, OverlayTree
 
 FILES = int(os.environ.get("SANDBOXGYM_FUZZ_FILES", "12000"))
 SECONDS = 10.0
-"""Of the processor, which no file of some kilobytes may take."""
+"""Processor time that no file of some kilobytes may take."""
 
 FORBIDDEN = ("exec", "pickle.find_class", "os.system", "subprocess.Popen", "os.exec", "os.fork", "socket.connect")
 SEEN: list[str] = []
@@ -181,12 +181,12 @@ class Victim:
         return serialization.dumps(header, sections)
 
     def digest(self) -> str:
-        """Of all that it holds, but for a wrapper that measures times."""
+        """Digest of all that it holds, but for a wrapper that measures times."""
         env = self.env.env if self.timed else self.env
         return str(sandboxgym.snapshot(env).digest)
 
     def shown(self, data: bytes) -> str:
-        """What happened: refused, or accepted; anything else raises."""
+        """Result of loading the file: refused, or accepted; anything else raises."""
         before = self.digest()
         try:
             sandboxgym.restore(self.env, Snapshot.from_bytes(data))

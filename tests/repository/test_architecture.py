@@ -194,7 +194,7 @@ def test_no_room_has_too_many_files() -> None:
 
 
 def test_rooms_of_the_environments_package_import_in_one_direction() -> None:
-    """As docs/development/architecture.md says."""
+    """The directions are those in docs/development/architecture.md."""
     modules = modules_of(ROOT / "sandboxgym")
     imports = {name: imports_of(name, path, modules) for name, path in modules.items()}
     rooms = {path.parent.name for path in (ROOT / "sandboxgym").glob("*/*.py")}
@@ -228,7 +228,7 @@ def repeated(names: Iterable[str]) -> dict[str, int]:
 
 
 def named_by_itself(path: Path) -> bool:
-    """Whether a module's name follows from no pattern: see `NAMED_AFTER_SUBJECTS`, `ROLES` and `COMMANDS`."""
+    """True if a module's name follows from no pattern: see `NAMED_AFTER_SUBJECTS`, `ROLES` and `COMMANDS`."""
     folder = path.parent.as_posix()
     if path.stem.startswith("__") or folder in NAMED_AFTER_SUBJECTS:
         return False
@@ -345,7 +345,7 @@ def test_an_import_inside_of_a_function_is_found(tmp_path: Path, text: str, impo
 
 
 def test_rooms_of_the_trainer_import_in_one_direction() -> None:
-    """As docs/development/architecture.md says."""
+    """The directions are those in docs/development/architecture.md."""
     modules = modules_of(ROOT / "bpo_ref")
     imports = {name: imports_of(name, path, modules) for name, path in modules.items()}
 

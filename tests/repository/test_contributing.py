@@ -19,7 +19,7 @@ TEXT = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 RECIPES = dict(re.findall(r"^## Add ([^\n]*)\n(.*?)(?=^## |\Z)", TEXT, re.MULTILINE | re.DOTALL))
 STEP = re.compile(r'^```(python|bash)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 PARTS = ("sandboxgym", "sandboxgym_pytest", "bpo_ref", "conformance", "tests", "pyproject.toml")
-"""What a recipe can touch or run."""
+"""Parts of the repository that a recipe can touch or run."""
 
 
 def write(house: Path, title: str, code: str) -> Path:

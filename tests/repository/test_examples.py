@@ -27,7 +27,7 @@ EXAMPLES = ROOT / "docs" / "examples"
 
 
 def run(script: Path, *args: Any, cwd: Path, timeout: float = 300) -> str:
-    """What a script prints, as a user runs it: nothing but the package on the path, and no network to reach."""
+    """Output of a script, as a user runs it: nothing but the package on the path, and no network to reach."""
     result = subprocess.run(
         [sys.executable, str(script), *map(str, args)],
         cwd=cwd,

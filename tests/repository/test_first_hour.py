@@ -56,7 +56,7 @@ class Newcomer:
         return done
 
     def python(self, code: str) -> str:
-        """What a program prints."""
+        """Output of a program."""
         (self.home / "program.py").write_text(code)
         return self.run("python program.py").stdout
 

@@ -1,4 +1,4 @@
-"""Which bytes of an image a process gets when it touches its memory, whatever became of that memory meanwhile."""
+"""Bytes of an image that a process gets when it touches its memory, whatever became of that memory meanwhile."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has one home is written nowhere else: atomic writes, locks, archives, exact copies, reading of /proc.
+"""Code with one home is written nowhere else: atomic writes, locks, archives, exact copies, reading of /proc.
 
 A module that does one of these itself is named here with the reason.
 """

@@ -148,7 +148,7 @@ LAYERS = """
 
 
 def test_a_run_directory_with_a_space_in_its_name_takes_no_other_with_it(tmp_path: Path) -> None:
-    """What is between blanks was once a word of its own for ``rm -rf``."""
+    """Text between blanks was once a word of its own for ``rm -rf``."""
     if os.geteuid() != 0:
         missing("overlay", "this process is not root")
     if reason := why_unavailable():

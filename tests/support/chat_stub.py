@@ -28,7 +28,7 @@ class ChatStub:
     requests: list[dict[str, Any]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     connections: int = 0
-    """How many are open, of clients that live or are gone."""
+    """Number of open connections, of clients that live or are gone."""
 
     def settle(self, seconds: float = 60.0) -> None:
         """Wait until what clients sent that are gone now is read and counted, and all connections are closed.

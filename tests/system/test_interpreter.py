@@ -90,7 +90,7 @@ def nothing_ran(hostile: Path) -> Iterator[None]:
 
 
 def owned(source: str, folder: Path, hostile: Path, *options: str, **variables: str) -> str:
-    """What a script of a folder prints, which an owner runs in the hostile one."""
+    """Output of a script of a folder, which an owner runs in the hostile one."""
     script = folder / "script" / "owner.py"
     script.parent.mkdir(exist_ok=True)
     head = f"import sys\nsys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests' / 'support')!r}]\n"

@@ -1,4 +1,4 @@
-"""What fails beside other tests and passes alone is named at the end of `.ci/run`."""
+"""Tests that fail beside others and pass alone are named at the end of `.ci/run`."""
 
 from __future__ import annotations
 

@@ -197,7 +197,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
 
 def paths(trees: Iterable[RolloutTree]) -> dict[Any, Any]:
-    """What happened on every path."""
+    """Events on every path."""
     return {
         (tree.index, path.key): [(edge.action.text, edge.child.observation) for edge in path.edges]
         for tree in trees

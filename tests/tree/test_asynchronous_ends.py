@@ -22,7 +22,7 @@ from asynchronous_cases import (  # noqa: F401 - fixtures
     paths,
     rolled,
 )
-from test_rollout_failures import Fragile
+from failing_envs import Fragile
 from test_tree import Forks, Irregular, Wanderer
 
 import sandboxgym.wrappers.jobs as jobs
@@ -232,7 +232,7 @@ def test_after_the_timeout_of_a_rollout_what_has_not_ended_is_dropped(
 def test_after_the_timeout_no_environment_is_made_and_no_task_reset_to(
     held: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is under way ends: here the first step of the first path, while others wait for an environment."""
+    """Work under way ends: here the first step of the first path, while others wait for an environment."""
     begun, let_go = threading.Event(), threading.Event()
     made: list[Any] = []
 

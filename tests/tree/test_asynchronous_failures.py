@@ -20,11 +20,9 @@ from asynchronous_cases import (  # noqa: F401 - fixtures
     rolled,
     whole,
 )
-from test_rollout_failures import Fragile, Mortal
+from failing_envs import Fragile, Mortal, Refusing, let_fail
 from test_tree import Forks, Wanderer
 
-import sandboxgym.wrappers.jobs as jobs
-from sandboxgym import register_wrapper
 from sandboxgym.tree import (
     Action,
     Context,
@@ -41,21 +39,7 @@ from sandboxgym.tree import (
 @pytest.fixture
 def fates(monkeypatch: pytest.MonkeyPatch, held: list[Any]) -> None:
     """Environments whose calls may fail, to take a snapshot and to restore one included."""
-    capture, restore = jobs.snapshot, jobs.restore
-
-    def taking(env: Any) -> Any:
-        env.meet("snapshot")
-        return capture(env)
-
-    def bringing_back(env: Any, snap: Any, *, seed: int | None) -> Any:
-        env.meet("restore")
-        return restore(env, snap, seed=seed)
-
-    monkeypatch.setattr(jobs, "snapshot", taking)
-    monkeypatch.setattr(jobs, "restore", bringing_back)
-    monkeypatch.setattr(Mortal, "fate", staticmethod(lambda call, before: False), raising=False)
-    monkeypatch.setattr(Mortal, "calls", Counter(), raising=False)
-    monkeypatch.setattr(Mortal, "closed", [], raising=False)
+    let_fail(monkeypatch)
 
 
 def doomed(fate: Callable[[str, int], bool], schedule: Schedule, **kwargs: Any) -> tuple[list[Any], list[Failure]]:
@@ -168,13 +152,6 @@ def test_a_path_that_is_dropped_takes_the_forks_that_are_on_their_way_with_it(
 
 
 def test_a_task_that_cannot_be_reset_to_is_left_out(fates: None) -> None:
-    class Refusing(gym.Wrapper):
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-            if options == {"task": 1}:
-                raise ConnectionError("no such image")
-            return super().reset(seed=seed, options=options)
-
-    register_wrapper(Refusing)
     lost: tuple[list[Failure], list[Failure]] = [], []
     with Envs(lambda: Mortal(Refusing(gym.make("toys/Dice-v0")))) as envs:
         kwargs: dict[str, Any] = {"tasks": [0, 1, 2], "retries": 1}

@@ -15,10 +15,11 @@ from typing import Any
 
 import gymnasium as gym
 import pytest
+from failing_envs import Fragile, Mortal, Refusing, let_fail
 from test_tree import ForkEveryPath, Forks, Wanderer, sampled
 
 import sandboxgym.wrappers.jobs as jobs
-from sandboxgym import SnapshotEnv, register_wrapper, snapshot
+from sandboxgym import SnapshotEnv, snapshot
 from sandboxgym.errors import SnapshotMissing
 from sandboxgym.tree import (
     Action,
@@ -36,70 +37,19 @@ from sandboxgym.tree.lockstep import ORIGINS
 from sandboxgym.workers.pool import PooledEnvs
 
 
-class Mortal(gym.Wrapper):
-    """Dies at the calls that ``fate`` names, and is of no use after that."""
-
-    fate: Callable[[str, int], bool]
-    """Of the name of a call, and how many there were of it before."""
-    calls: Counter[str]
-    closed: list[Mortal]
-
-    def __init__(self, env: gym.Env[Any, Any]) -> None:
-        super().__init__(env)
-        self.dead = False
-
-    def meet(self, call: str) -> None:
-        self.dead = self.dead or Mortal.fate(call, Mortal.calls[call])
-        Mortal.calls[call] += 1
-        if self.dead:
-            raise ConnectionError(f"gone at {call}")
-
-    def reset(self, **kwargs: Any):
-        self.meet("reset")
-        return super().reset(**kwargs)
-
-    def step(self, action: Any):
-        self.meet("step")
-        return super().step(action)
-
-    def close(self) -> None:
-        Mortal.closed.append(self)
-        if self.dead:
-            raise ConnectionError("gone at close")
-        super().close()
-
-
-register_wrapper(Mortal)
-
-
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Every snapshot of the test; all are released at its end. To take one and to restore are calls that may fail."""
     snaps: list[Any] = []
 
     def capture(env: gym.Env[Any, Any]) -> Any:
-        mortal(env).meet("snapshot")
         snaps.append(snapshot(env))
         return snaps[-1]
 
-    restore = jobs.restore
-
-    def bring_back(env: gym.Env[Any, Any], snap: Any, *, seed: int | None) -> Any:
-        mortal(env).meet("restore")
-        return restore(env, snap, seed=seed)
-
     monkeypatch.setattr(jobs, "snapshot", capture)
-    monkeypatch.setattr(jobs, "restore", bring_back)
-    monkeypatch.setattr(Mortal, "fate", staticmethod(lambda call, before: False), raising=False)
-    monkeypatch.setattr(Mortal, "calls", Counter(), raising=False)
-    monkeypatch.setattr(Mortal, "closed", [], raising=False)
+    let_fail(monkeypatch)
     yield snaps
     assert snaps and all(snap.released for snap in snaps)
-
-
-def mortal(env: gym.Env[Any, Any]) -> Mortal:
-    assert isinstance(env, Mortal)
-    return env
 
 
 class Remembering(Wanderer):
@@ -289,16 +239,6 @@ class Breaking(Remembering):
         return Action("break", memory=action.memory) if action is not None and self.breaks(context) else action
 
 
-class Fragile(gym.Wrapper):
-    def step(self, action: Any):
-        if action == "break":
-            raise ConnectionError("broken")
-        return super().step(action)
-
-
-register_wrapper(Fragile)
-
-
 @pytest.mark.parametrize(
     ("schedule", "victim", "depth", "lost"),
     [
@@ -357,13 +297,6 @@ def test_another_course_of_things_is_not_taken_for_the_same() -> None:
 
 
 def test_a_task_that_cannot_be_reset_to_is_left_out(taken: list[Any]) -> None:
-    class Refusing(gym.Wrapper):
-        def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None):
-            if options == {"task": 1}:
-                raise ConnectionError("no such image")
-            return super().reset(seed=seed, options=options)
-
-    register_wrapper(Refusing)
     failures: list[Failure] = []
     with Envs(lambda: Mortal(Refusing(gym.make("toys/Dice-v0")))) as envs:
         roots = {0: 2, 1: 3, 2: 1}

@@ -71,7 +71,7 @@ def envs() -> Iterable[Envs]:
 
 
 def sampled(trees: Iterable[RolloutTree]) -> dict[tuple[int, tuple[int, ...]], list[tuple[Any, ...]]]:
-    """What happened on every path."""
+    """Events on every path."""
     return {
         (tree.index, path.key): [
             (e.parent.observation, e.action.text, e.reward, e.child.observation) for e in path.edges

@@ -1,4 +1,4 @@
-"""What a fleet does as its nodes are drained, join or fail: with workers in this process and a pretended cluster."""
+"""Fleets whose nodes are drained, join or fail: with workers in this process and a pretended cluster."""
 
 from __future__ import annotations
 

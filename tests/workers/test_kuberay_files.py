@@ -234,7 +234,7 @@ KINDS = {
 
 
 class _Kubernetes(BaseHTTPRequestHandler):
-    """As much of a cluster as a dry run of a client asks for: which kinds there are, and that no such object exists."""
+    """A cluster as far as a dry run of a client asks for it: which kinds there are, and that no such object exists."""
 
     def do_GET(self) -> None:
         path = self.path.partition("?")[0]

@@ -178,7 +178,7 @@ def test_gymnasium_asserts_after_it_without_autoreset():
 
 
 def test_make_vec_without_shared_memory_steps_and_snapshots():
-    """What docs/vector.md says works: the same actions everywhere, snapshots of all by one call."""
+    """The statements of docs/vector.md hold: the same actions everywhere, snapshots of all by one call."""
     for mode, settings in (("sync", {}), ("async", {"shared_memory": False, "context": "spawn"})):
         vec = gym.make_vec("toys/Said-v0", 2, vectorization_mode=mode, vector_kwargs=settings)
         try:

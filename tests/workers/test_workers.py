@@ -45,7 +45,7 @@ def remote():
 
 
 def gone(pid: int, seconds: float = 45.0) -> bool:
-    """Whether the process ends; as a zombie of somebody else's it has ended too."""
+    """True if the process ends; as a zombie of somebody else's it has ended too."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         try:

@@ -131,12 +131,12 @@ class ALFWorldEnv(TaskEnv[str, str]):
       fractions of literals and of conditions met, whether a goal object is held, and a tenth of the lower bound on the
       commands left. Privileged: they reveal where things are, so no policy may see them.
     - ``engine``: ``"native"``, or ``"textworld"`` for the original (``pip install 'sandboxgym[alfworld-reference]'``):
-      the same observations and infos, but 0.5 to 3 s to load a game and about 50 ms per step. Its snapshots are of kind
-      ``replay``: in the process that took them, forks included, they restore at once as long as the game stays loaded
-      (it does while an environment plays it); elsewhere the commands so far are replayed and the resulting facts are
-      compared. A snapshot takes 100 to 200 kB of memory and a few bytes per command on disk. All environments of a
-      process that play the same game share one copy of the engine, 4 to 16 MB that is not freed but reused for the next
-      game. Snapshots of one engine are refused by the other.
+      the same observations and infos, but 0.5 to 3 s to load a game and 16 ms (embedded games) to 70 ms (official ones,
+      busy machine) per step. Its snapshots are of kind ``replay``: in the process that took them, forks included, they
+      restore at once as long as the game stays loaded (it does while an environment plays it); elsewhere the commands
+      so far are replayed and the resulting facts are compared. A snapshot takes 100 to 200 kB of memory and a few bytes
+      per command on disk. All environments of a process that play the same game share one copy of the engine, 4 to 16
+      MB that is not freed but reused for the next game. Snapshots of one engine are refused by the other.
 
     ## Version History
     - v0: first version.

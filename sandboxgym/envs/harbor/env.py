@@ -84,9 +84,10 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
     - ``success``: whether the reward of this step is at least 1.
     - ``task_id``, ``task_type`` (``category`` of the task's metadata), ``steps``, ``submitted``, ``valid_action``;
       ``returncode`` (None without a command) and ``timed_out``.
-    - ``state_hash``: equal for equal states (`box.TaskBox.digest` says what counts; empty if the files could not
-      be read); ``progress_key``: whether the task's directory was changed, and the result of the tests that the agent
-      ran last.
+    - ``state_hash``: equal for equal states of the task's directory, of /tmp and the home directory (names and modes
+      of the first 1,000 files each, contents up to 2 MiB) and of the shell; times, ``.git``, ``.cache`` and
+      ``__pycache__`` do not count. Empty if the files could not be read.
+    - ``progress_key``: whether the task's directory was changed, and the result of the tests that the agent ran last.
     - ``lossy``: state that a snapshot taken now would not keep, such as ``"background: sleep 100"``; usually empty.
     - ``verdict``: None, or ``passed``, ``failed``, ``tests time out``, ``no reward`` (the tests wrote none, or one that
       is not a number from -1e6 to 1e6; or what the agent left prevents that they are written or run), ``infra

@@ -110,9 +110,10 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, RepositoryBox, PatchVerdict]):
     - ``success`` and ``resolved``: whether the verdict of this step is ``resolved``; false without a verdict.
     - ``task_id``, ``repo``, ``task_type`` (equal to ``repo``), ``steps``, ``submitted``, ``valid_action``;
       ``returncode`` (None without a command) and ``timed_out``.
-    - ``state_hash``: equal for equal states (`workspace.RepositoryBox.digest` says what counts; empty if the files
-      could not be read); ``progress_key``: whether the repository was changed, and the result of the tests that the
-      agent ran last.
+    - ``state_hash``: equal for equal states of the repository (its commit, what differs from it, files neither tracked
+      nor ignored), of /tmp and the home directory (the first 1,000 files of at most 2 MiB) and of the shell; times
+      do not count. Empty if the files could not be read.
+    - ``progress_key``: whether the repository was changed, and the result of the tests that the agent ran last.
     - ``lossy``: state that a snapshot taken now would not keep, such as ``"background: sleep 100"``; usually empty.
       Losses that only the attempt reveals are in ``last`` and in the info that a restore returns.
     - ``verdict``: None, or ``resolved``, ``no patch``, ``patch too large``, ``patch does not apply``, ``tests fail``,

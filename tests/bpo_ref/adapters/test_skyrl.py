@@ -35,7 +35,7 @@ def no_advantages_of_other_tests() -> Iterator[None]:
 
 @dataclass
 class TrajectoryID:
-    """As SkyRL's."""
+    """Stand-in for SkyRL's class of this name."""
 
     instance_id: str
     repetition_id: int

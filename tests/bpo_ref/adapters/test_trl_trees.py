@@ -41,7 +41,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> list[TokenRow]:
 
 
 def stub(player: Players, *, generations: int = 12, processes: int = 1, training: bool = True) -> Any:
-    """What `TreeRollouts` needs of a trainer."""
+    """Stand-in for a trainer, with the attributes that `TreeRollouts` reads."""
     player.model.train(training)
     return SimpleNamespace(
         model=player.model,

@@ -21,7 +21,7 @@ FIELDS = ("prompts", "responses", "input_ids", "position_ids", "response_mask", 
 
 
 class CPU:
-    """What verl asks of a device, for the CPU; a mixin, since verl's base class is imported later."""
+    """The CPU as a device of verl; a mixin, since verl's base class is imported later."""
 
     device_name = "cpu"
     vendor_name = "any"
@@ -75,7 +75,7 @@ class CPU:
 
 
 def nothing(self: Any, *args: Any, **options: Any) -> None:
-    """Of what a CPU has nothing: seeds of its own, caches, profilers."""
+    """Do nothing: a CPU has no seeds of its own, caches or profilers."""
 
 
 def register_cpu() -> None:

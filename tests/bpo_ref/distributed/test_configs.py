@@ -35,7 +35,7 @@ ENVS = {
     "swebench": {"dataset": "mini", "instances": '["northpine__slugline-4"]', "backend": "copy", "allow_unsafe": True},
 }
 LAUNCHERS = {"ddp": True, "fsdp2": False, "zero3": False}
-"""Of accelerate's, and whether adapters are trained with them here."""
+"""Accelerate's launch files, and for each True if adapters are trained with it here."""
 SMALL = {"prompts": 2, "updates": 2, "eval_episodes": 2, "max_turns": 2, "max_new_tokens": 8, "env_threads": 1}
 SMALL |= {"eval_untrained": False}
 

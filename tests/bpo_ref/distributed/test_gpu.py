@@ -66,7 +66,7 @@ def trainer_of(out: Path, model: Path, **options: Any) -> Trainer:
 
 
 def moved(trainer: Trainer, model: Path) -> Tensor:
-    """What training changed, as one vector; of adapters their second halves, which begin at 0."""
+    """Change of the weights by training, as one vector; of adapters their second halves, which begin at 0."""
     start = load_policy(model)[0].state_dict()
     every = trainer.session.policy.named_parameters()
     learnt = [(name, weight) for name, weight in every if weight.requires_grad and "lora_A" not in name]
@@ -209,7 +209,7 @@ def test_sampled_turns_have_the_probabilities_that_are_learned_from(model: Path,
 
 
 def waits(policy: CausalLM, *, rows: int, tokens: int) -> int:
-    """How often sampling a turn makes the program wait for the GPU, as PyTorch counts it."""
+    """Number of times that sampling a turn makes the program wait for the GPU, as PyTorch counts it."""
     session = Generator(policy, stop_ids=[10**6], max_new_tokens=tokens).open(contexts(rows))
     torch.cuda.set_sync_debug_mode("warn")
     try:

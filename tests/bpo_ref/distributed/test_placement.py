@@ -23,7 +23,7 @@ from bpo_ref.train import Trainer
 
 
 def process_of(number: int) -> Any:
-    """Of two processes, as far as the check of `out` needs one."""
+    """One of two processes, as far as the check of `out` needs one."""
     return SimpleNamespace(num_processes=2, is_main_process=number == 0, wait_for_everyone=lambda: None)
 
 

@@ -16,8 +16,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
+from lookahead_cases import CASES, batches_of  # noqa: E402
 from tabular import compare, gradients  # noqa: E402
-from test_lookahead import CASES, batches_of  # noqa: E402
 
 from bpo_ref.train import assign_credit  # noqa: E402
 

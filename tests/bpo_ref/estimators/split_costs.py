@@ -17,8 +17,8 @@ from typing import Any
 sys.path[:0] = [str(Path(__file__).parents[1])]
 
 import numpy as np  # noqa: E402
+from lookahead_cases import batches_of, settings, taught  # noqa: E402
 from tabular import MDP, gradients, random_mdp  # noqa: E402
-from test_lookahead import batches_of, settings, taught  # noqa: E402
 
 from bpo_ref.args import Args  # noqa: E402
 from bpo_ref.train import assign_credit  # noqa: E402

@@ -42,7 +42,7 @@ class Fixed(EntropyThreshold):
 
 
 def blank(args: Args) -> Memory:
-    """What is known before the first batch, and the threshold."""
+    """Memory before the first batch, with the threshold."""
     memory = Memory.of(args)
     memory.entropies = Fixed(1, first=0, keep=1)
     return memory
@@ -76,7 +76,7 @@ class ForkAnywhere(Schedule):
 
 
 def taught(mdp: MDP, args: Args, *, batches: int = 60, **options: Any) -> Memory:
-    """What earlier batches teach: independent rollouts, then the algorithm's own."""
+    """Memory of earlier batches: independent rollouts, then the algorithm's own."""
     memory = blank(args)
     for own in (False, True):
         learner = args if own else settings("rloo-key", roots=4, gamma=args.gamma)

@@ -41,7 +41,7 @@ def tree_of(rollouts: Sequence[Steps]) -> RolloutTree:
 
 
 def advantages(rollouts: Sequence[Steps], **options: Any) -> list[list[float]]:
-    """Of each step of each rollout."""
+    """Advantage of each step of each rollout."""
     tree = tree_of(rollouts)
     credit(settings("gigpo", roots=len(rollouts), **options))([tree])
     assert all(edge.weight == 1 / len(rollouts) for edge in tree.edges())

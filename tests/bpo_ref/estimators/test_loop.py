@@ -249,7 +249,7 @@ def test_actions_that_cannot_be_read_cost_reward(tmp_path: Path, monkeypatch: py
 
 
 def steps_of(trainer: LoopTrainer, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What each optimizer step of one update takes: tasks, rows, tasks of the rows that went through, denominators."""
+    """Content of each optimizer step of an update: tasks, rows, tasks of the rows that went through, denominators."""
     steps: list[dict[str, Any]] = []
     rows_of, backward = train.rows_of, trainer._backward
 

@@ -185,7 +185,7 @@ def test_branching_only_the_root_has_rloos_tensors_and_loss_bitwise(player: Play
 
 @pytest.mark.parametrize("algo", ["bpo-paper", "bpo-tree", "bpo-forest", "vineppo", "rloo"])
 def test_every_token_of_context_is_read_once(player: Player, algo: str) -> None:
-    """Whether a fork is chosen before its path goes on or after it has ended; and nothing is kept afterwards."""
+    """A fork may be chosen before its path continues or after it has ended; nothing is kept afterwards."""
     args = (
         settings(algo, roots=3, spacing=1) if algo in ("bpo-forest", "vineppo", "rloo") else settings(algo, spacing=1)
     )
@@ -231,7 +231,7 @@ def rows_like(batch: Batch) -> list[PathRow]:
 
 
 def gradient(batch: Batch, args: Args, *, moved: float = 0.0, reference: Tensor | None = None) -> Tensor:
-    """Of the summed loss by the log-probabilities, which have all ``moved`` since sampling."""
+    """Gradient of the summed loss by the log-probabilities, which have all ``moved`` since sampling."""
     logps = (batch.old_logps + moved).requires_grad_()
     loss, _ = policy_loss(logps, batch, args, reference)
     return torch.autograd.grad(loss.sum(), logps)[0]

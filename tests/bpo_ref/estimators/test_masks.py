@@ -53,7 +53,7 @@ def seen(folder: Path) -> list[dict[str, float]]:
 
 @pytest.mark.parametrize("algo", ["bpo", "bpo-forest", "bpo-split", "grpo", "ppo", "rloo-key", "vineppo"])
 def test_masked_episodes_are_learnt_from_as_if_they_had_never_been(tmp_path: Path, algo: Any) -> None:
-    """Which is what becomes of paths whose environments raise."""
+    """The same happens to paths whose environments raise."""
     options: dict[str, Any] = {"algo": algo, "updates": 3, "sft_steps": 0, "eval_untrained": False, "eval_every": 9}
     Masking.fate = staticmethod(lambda env, action: "sandbox ended" if doomed(env, action) else "")
     trained(tmp_path / "masked", env_id=ENV_ID, **options)

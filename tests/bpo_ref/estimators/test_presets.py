@@ -622,7 +622,7 @@ def test_a_task_of_one_root_path_says_nothing_of_the_depth_to_fork_at() -> None:
 
 
 def test_uneven_root_paths_lower_the_variance() -> None:
-    """Of two tasks one is decided beforehand: all but the least number of root paths goes to the other."""
+    """One of two tasks is decided beforehand: all but the least number of independent rollouts goes to the other."""
     transitions, rewards = np.zeros((2, 2, 3)), np.zeros((2, 2, 3))
     transitions[:, :, 2] = 1.0
     rewards[0], rewards[1, 1] = 1.0, 1.0

@@ -1,4 +1,4 @@
-"""Where trees are forked: scripted entropies on a corridor of known length."""
+"""Branch points of the schedules: scripted entropies on a corridor of known length."""
 
 from __future__ import annotations
 

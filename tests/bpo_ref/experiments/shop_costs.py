@@ -50,7 +50,7 @@ REFERENCE = "rloo-turn:roots=16"
 
 @dataclass(frozen=True)
 class Page:
-    """What the policy knows of a page."""
+    """A page of the shop, as the policy knows it."""
 
     commands: list[str]
     told: np.ndarray  # [actions, 12]

@@ -474,7 +474,7 @@ def assert_same_gradients(one: Path, two: Path, *, bound: float = 2e-5) -> None:
 
 
 def batches_of(out: Path, step: str) -> list[int]:
-    """How many each of two processes has made of its part, as recorded."""
+    """Number of batches that each of two processes has made of its part, as recorded."""
     return [int((out / f"batches-{step}-{rank}.txt").read_text()) for rank in (0, 1)]
 
 

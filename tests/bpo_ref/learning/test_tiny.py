@@ -166,7 +166,7 @@ torch.compile(lambda x: x + 1, backend=backend)(torch.ones(2))
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks OpenMP up in Linux's list of loaded files")
 def test_models_are_compiled_where_another_library_has_set_the_number_of_threads() -> None:
-    """What the trainer does on a GPU; left alone, PyTorch's compiler stops, as it did in runs on one."""
+    """The trainer does this on a GPU; left alone, PyTorch's compiler stops, as it did in runs on one."""
     command = [sys.executable, "-c", _COMPILED]
     left_alone = subprocess.run(command, capture_output=True, text=True)
     assert "num_threads state changed" in left_alone.stderr

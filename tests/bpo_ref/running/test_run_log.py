@@ -24,7 +24,7 @@ Curves = dict[str, list[tuple[int, float]]]
 
 
 def board(folder: Path) -> dict[str, Curves]:
-    """What TensorBoard shows: stage -> name -> (step, value)."""
+    """Curves in TensorBoard: stage -> name -> (step, value)."""
     shown = {}
     for events in sorted({path.parent for path in (folder / "tensorboard").rglob("events.*")}):
         reader = EventAccumulator(str(events), size_guidance={"scalars": 0})

@@ -76,7 +76,7 @@ DRAWN: dict[str, tuple[Any, ...]] = {
 APART = {
     "algo": "drawn every time",
     "out": "a folder of the test",
-    "envs": "other processes: test_train.py, test_fleet.py",
+    "envs": "other processes: test_train.py, fleet/test_runs.py",
     "env_store": "the same",
     "env_store_every": "the same",
     "env_store_bandwidth": "the same",

@@ -1,4 +1,4 @@
-"""What a rollout of the trainer takes in lockstep and with paths that advance by themselves, in one run.
+"""Time of the trainer's rollouts, in lockstep and with paths that advance by themselves, in one run.
 
 python tests/bpo_ref/sampling/served_costs.py [--scale 1] [--only rloo]
 

@@ -99,13 +99,13 @@ def ended(process: subprocess.Popen[str], seconds: float = 120.0) -> str:
 
 
 def learns(out: Path) -> bool:
-    """Whether the run has metrics of an update; the file alone exists before signals are caught."""
+    """True if the run has metrics of an update; the file alone exists before signals are caught."""
     path = out / "metrics.jsonl"
     return path.exists() and path.stat().st_size > 0
 
 
 def asked(out: Path) -> dict[str, Any]:
-    """How the server of the first process was started."""
+    """Options and environment with which the server of the first process was started."""
     found: dict[str, Any] = json.loads((out / "servers/0.log").read_text().splitlines()[0])
     return found
 
@@ -129,7 +129,7 @@ def test_a_run_with_its_own_server_learns_what_one_with_another_server_does(
 
 @pytest.mark.slow
 def test_adapters_alone_reach_its_own_server(runtime: Path, folder: Path, tmp_path: Path) -> None:
-    """Which was started with the weights below them, also when the run is resumed."""
+    """The server was started with the weights below the adapters, also when the run is resumed."""
     options: dict[str, Any] = {"lora_r": 3, "lora_alpha": 8, "lr": 0.05, "server_sends": "adapters"}
     own_trainer(folder, tmp_path / "out", updates=1, **options).run()
     given = asked(tmp_path / "out")["options"]
@@ -414,7 +414,7 @@ def test_settings_that_contradict_it_are_refused(options: dict[str, Any], messag
 
 
 def test_a_server_ends_when_nobody_knows_it_any_more(runtime: Path, tmp_path: Path) -> None:
-    """As of a session whose making failed later."""
+    """This happens to a session that fails later while it is made."""
     command = [os.environ["SANDBOXGYM_VLLM"], "-m", "vllm.entrypoints.cli.main", "serve", "none"]
     own = OwnServer(command, os.environ | {"FAKE_VLLM": "hangs"}, tmp_path / "log")
     wait_until(lambda: len(alive(runtime)) == ALL)

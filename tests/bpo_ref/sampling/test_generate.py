@@ -107,7 +107,7 @@ class Recorder:
         return [turn.ids for turn in turns]
 
     def check(self, *, atol: float = 1e-5) -> None:
-        """What the sampler reported is what the trainer computes for the whole context."""
+        """Compare what the sampler reported with what the trainer computes for the whole context."""
         rows = [row for row, steps in self.sampled.items() if steps]
         with torch.no_grad():
             logps, entropies = score(self.model, [self.session.context(row) for row in rows], temperature=TEMPERATURE)

@@ -155,7 +155,7 @@ def test_no_request_waits_for_another() -> None:
 
 
 def early(answer: dict[str, Any]) -> None:
-    """As if aborted: two tokens of five, of which none ends a turn."""
+    """An aborted answer: two tokens of five, of which none ends a turn."""
     found = choice(answer)
     found["token_ids"] = [5, 6]
     found["logprobs"]["content"] = [{"token_id": token, "logprob": -1.0} for token in (5, 6)]

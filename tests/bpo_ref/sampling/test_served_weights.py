@@ -112,7 +112,7 @@ PARTS = ["lm_head", "embed_tokens", "layers.0.self_attn.q_proj", "layers.1.mlp.d
 def test_weights_that_a_server_silently_keeps_stop_the_run_before_it_begins(
     folder: Path, tmp_path: Path, part: str
 ) -> None:
-    """As vLLM 0.32 keeps a tied output layer; with the smallest step that a difference of could not be seen."""
+    """vLLM 0.32 keeps a tied output layer; the step here is too small for a difference of probabilities to show it."""
     with server_of(folder, keeps=lambda name: part in name) as server:
         trainer = trainer_of(folder, tmp_path, server, lr=1e-12)
         before = weights_of(trainer)
@@ -412,7 +412,7 @@ def test_servers_sleep_while_the_policy_learns(folder: Path, tmp_path: Path, mon
 def test_servers_get_weights_that_are_sharded(
     folder: Path, tmp_path: Path, launcher: str, options: dict[str, Any]
 ) -> None:
-    """What they have is proven after each update, by the gathered weights of the first process."""
+    """The servers' weights are proven after each update, by the gathered weights of the first process."""
     from test_real_models import launch_sharded
 
     if launcher == "zero3" and importlib.util.find_spec("deepspeed") is None:

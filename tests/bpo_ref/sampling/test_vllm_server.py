@@ -126,7 +126,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def untied(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What servers are started with."""
+    """Model that servers are started with."""
     if not PYTHON:
         missing("vllm", "SANDBOXGYM_VLLM names no python with vLLM (make test-vllm makes one)")
     untied = tmp_path_factory.mktemp("served") / "untied"
@@ -179,7 +179,7 @@ def assert_little_mismatch(out: Path) -> None:
 
 
 def updates_of(out: Path) -> list[dict[str, float]]:
-    """What a run has logged of its updates."""
+    """Numbers that a run has logged of its updates."""
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "rollout/sampler_mismatch" in line]
 

@@ -338,7 +338,7 @@ def test_a_seed_in_the_middle_of_an_episode_changes_draws_alone(check: str) -> N
 
 @pytest.mark.parametrize("check", ["restore.seeded", "fork.seeded_independent"])
 def test_numbers_that_are_drawn_ahead_are_a_seeds_own(check: str) -> None:
-    """How many are left is no draw, and a seed decides it all the same."""
+    """The number of those left is no draw, and a seed decides it all the same."""
     subject = Subject(Buffered, observe_state=lambda env: {"left": len(env.unwrapped.ahead)})
     (found,) = run(subject, only=[check], budget=SMALL).results
     assert found.verdict is Verdict.PASS, found.message

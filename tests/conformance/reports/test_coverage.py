@@ -26,7 +26,7 @@ from sandboxgym.conformance.harness.scenario import Scene, opened, seed_spaces
 
 SMALL = Budget("small", traces=2, steps=30, repeats=30, forks=3, cycles=5, depth=20, samples=50, seconds=0.3)
 SEARCHING = replace(SMALL, seconds=20.0)
-"""As small, but for the time: a search ends by its number of calls."""
+"""Budget as `SMALL`, but for the time: a search ends by its number of calls."""
 
 
 class Ladder(SnapshotEnv[int, int]):

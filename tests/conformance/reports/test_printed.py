@@ -1,4 +1,4 @@
-"""What is printed and written: the order of dicts, texts, restores that raise, calls that are named in messages."""
+"""Printed and written output: the order of dicts, texts, restores that raise, calls that are named in messages."""
 
 from __future__ import annotations
 

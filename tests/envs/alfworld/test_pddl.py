@@ -107,7 +107,7 @@ def test_variables_of_exists_are_renamed_apart() -> None:
 
 
 def test_a_type_nobody_declared_has_no_members_in_exists() -> None:
-    """As in ALFRED's ``(exists (?l - location, ?r - receptacle) …)``; see `_Reader.condition`."""
+    """ALFRED has one: ``(exists (?l - location, ?r - receptacle) …)``; see `_Reader.condition`."""
     wrong = action(precondition="(or (open ?p) (exists (?q - place, ?t - thing) (and (at ?t ?q) (in ?t ?q))))")
     assert applicable(task(MOVE, wrong)) == ["move robby kitchen hall"]
 

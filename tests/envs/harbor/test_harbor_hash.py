@@ -17,7 +17,7 @@ READERS = ("bash", "find", "sort", "head", "tr", "xargs", "stat", "sha256sum")
 
 
 def told(place: Path, programs: Path) -> str:
-    """What the script prints of a directory, with the programs of another one."""
+    """Output of the script for a directory, with the programs of another one."""
     sandbox: Any = SimpleNamespace(workdir=str(place))
     env = {"PATH": str(programs), "TMPDIR": f"{place}/none", "HOME": f"{place}/none"}
     command = [str(programs / "bash"), "-c", TaskBox(sandbox)._script(None)]

@@ -127,7 +127,7 @@ def test_the_environment_gives_the_same(folder: Path, recording: str) -> None:
 
 @pytest.mark.parametrize("recording", RECORDINGS)
 def test_default_pays_the_same(folder: Path, recording: str) -> None:
-    """What differs by default is how the shop is used, not what a purchase is worth."""
+    """Defaults differ in how the shop is used, not in what a purchase is worth."""
     kind, _ = RECORDINGS[recording]
     shop = open_shop(folder, kind, nouns=folder / "title_nouns.json")
     compared = 0

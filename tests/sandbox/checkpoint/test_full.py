@@ -9,32 +9,15 @@ import sys
 from typing import Any
 
 import pytest
-from full_sandboxes import (  # noqa: F401 - fixtures
-    COUNTER,
-    GAPS,
-    LONG,
-    WAIT,
-    Everywhere,
-    _criu,
-    both,
-    box,
-    container,
-    everywhere,
-    make,
-    said,
-    typed,
-)
-from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixture
+from full_sandboxes import COUNTER, GAPS, LONG, WAIT, Everywhere, container, said, typed
 
 from sandboxgym.sandbox.layers.store import OverlayTree
 from sandboxgym.sandbox.sandbox import Sandbox
 
-# ruff: noqa: F811
-
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's"),
+    pytest.mark.usefixtures("criu_found"),
 ]
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from components import missing
 
 from sandboxgym.bench.fidelity import Terminal
 from sandboxgym.conformance import Subject, Verdict
@@ -18,20 +17,14 @@ from sandboxgym.conformance.runner import all_checks, run_check
 from sandboxgym.conformance.sandbox_probes import process_state
 from sandboxgym.conformance.sandbox_probes.shell import MARK, NEEDS_PROCESSES, PROBES
 from sandboxgym.core import SnapshotSpec
-from sandboxgym.sandbox.checkpoint import criu
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 from sandboxgym.sandbox.snapshot import SandboxSnapshot
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's"),
+    pytest.mark.usefixtures("criu_found"),
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _criu() -> None:
-    if reason := criu.why_unavailable():
-        missing("criu", reason)
 
 
 class Whole(Terminal):
@@ -61,7 +54,7 @@ class Torn(Whole):
 
 
 class Drained(Whole):
-    """What is on its way in pipes and connections, and locks, are lost: all descriptors are closed."""
+    """Fault: bytes on their way in pipes and connections, and locks, are lost: all descriptors are closed."""
 
     def _apply(self, state: SandboxSnapshot) -> None:
         super()._apply(state)

@@ -1,4 +1,4 @@
-"""What a full snapshot keeps of the objects that one program holds."""
+"""Objects that one program holds, and what a full snapshot keeps of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,14 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from full_sandboxes import (  # noqa: F401 - fixtures
-    _criu,
-    box,
-    make,
-    typed,
-)
-from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixture
+from full_sandboxes import typed
 
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's"),
+    pytest.mark.usefixtures("criu_found"),
 ]
 
 

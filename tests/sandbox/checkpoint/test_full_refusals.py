@@ -1,4 +1,4 @@
-"""What cannot be captured with running processes, and what is refused, kept or left behind."""
+"""Processes that cannot be captured while they run, and what is refused, kept or left behind."""
 
 from __future__ import annotations
 
@@ -13,34 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from full_sandboxes import (  # noqa: F401 - fixtures
-    COUNTER,
-    GAPS,
-    LONG,
-    WAIT,
-    Everywhere,
-    Maker,
-    _criu,
-    both,
-    box,
-    everywhere,
-    make,
-    said,
-    typed,
-)
-from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixture
+from full_sandboxes import COUNTER, GAPS, LONG, REAP, WAIT, Everywhere, Maker, said, typed
+from sandbox.overlay_boxes import python
 
 from sandboxgym.errors import SnapshotMismatch, SnapshotNotSupported
 from sandboxgym.sandbox.base import CONTROL, SandboxFull, SandboxUnavailable, SnapshotLossy
 from sandboxgym.sandbox.checkpoint import capture, criu
 from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 
-# ruff: noqa: F811
-
-
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's"),
+    pytest.mark.usefixtures("criu_found"),
 ]
 
 
@@ -313,11 +297,6 @@ pids = [info.pid for one in (box, *children) for info in one.backend.processes()
 print(runtime().directory, runtime().process.pid, *pids, flush=True)
 while True:
     box.snapshot(strict=True).release()
-"""
-REAP = """
-import sandboxgym.sandbox.overlay.runtime
-from sandboxgym.system import run_directories
-print(len(run_directories.reap()))
 """
 
 

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 from components import missing
-from sandbox.overlay_boxes import python, runtime_folder  # noqa: F401 - a fixture
+from full_sandboxes import REAP
+from sandbox.overlay_boxes import python
 
 from sandboxgym.sandbox.base import SandboxClosed
 from sandboxgym.sandbox.checkpoint import criu
@@ -25,8 +26,8 @@ from sandboxgym.sandbox.sandbox import Sandbox, make_sandbox
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(sys.platform != "linux", reason="namespaces are Linux's"),
+    pytest.mark.usefixtures("criu_found"),
 ]
-# ruff: noqa: F811
 
 LONG = 300.0
 """Seconds that anything may take on a busy machine."""
@@ -36,9 +37,7 @@ Maker = Callable[..., Sandbox]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _criu() -> None:
-    if reason := criu.why_unavailable():
-        missing("criu", reason)
+def _brings_pages(criu_found: None) -> None:
     program = criu.find()
     assert program is not None
     if not criu.brings_pages(program):
@@ -79,7 +78,7 @@ Fork = Callable[[Sandbox], Sandbox]
 
 
 def typed(sandbox: Sandbox, text: str) -> str:
-    """What a Python says to a line that is typed to it."""
+    """Answer of a Python to a line that is typed to it."""
     answer = sandbox.interact(text, timeout=LONG, until=">>> $")
     assert answer.running, answer
     return answer.output
@@ -262,11 +261,6 @@ pids = [info.pid for one in (box, child) for info in one.backend.processes()]
 assert child.backend.container.pages >= 0
 print(runtime().directory, runtime().process.pid, *pids, flush=True)
 os.kill(os.getpid(), 9)
-"""
-REAP = """
-import sandboxgym.sandbox.overlay.runtime
-from sandboxgym.system import run_directories
-print(len(run_directories.reap()))
 """
 
 

@@ -46,7 +46,7 @@ BOTTOM = "at the bottom 2 0o40000"
 
 
 def place(sandbox: Sandbox, folder: str) -> str:
-    """Where a directory of the root is: the copy backend does not map paths."""
+    """Path of a directory of the root: the copy backend does not map paths."""
     root = getattr(sandbox.backend, "root", None)
     return folder if root is None else f"{root}{folder}"
 
@@ -59,7 +59,7 @@ def dig(sandbox: Sandbox, folder: str = "/tmp", *, depth: int = DEPTH, name: str
 
 
 def look(sandbox: Sandbox, folder: str = "/tmp", *, depth: int = DEPTH, name: str = "deep") -> str:
-    """What is at their bottom."""
+    """Content of the file at the bottom of a deep tree."""
     sandbox.write_file("/tmp/look.py", LOOK.encode())
     return sandbox.execute(
         f"python3 {place(sandbox, '/tmp')}/look.py {place(sandbox, folder)} {depth} {name}"
@@ -124,7 +124,7 @@ def test_a_shell_in_a_deep_directory_can_be_snapshotted(make: Maker) -> None:
 
 
 def leftovers_of_this_process() -> None:
-    """What was to be removed is gone."""
+    """Check that this process has left none of the directories that it removed."""
     runtime().settle()
     mine = f"-{os.getpid()}-"  # those of other tests' killed processes lie beside them
     assert [left for left in run_directories.reap() if mine in left.path.name] == []

@@ -136,7 +136,7 @@ MANY = {
 
 
 def attack(backend: OverlayBackend, program: str, *, seconds: float = 300.0) -> str:
-    """Why a box was ended that runs a program in an empty directory of its own."""
+    """Reason why a box was ended that runs a program in an empty directory of its own."""
     process = backend.spawn(
         ["python3", "-c", f"{PROLOGUE}\nos.mkdir('/tmp/x'); os.chdir('/tmp/x')\n{program}\ntime.sleep(1000)"],
         env=backend.env,
@@ -230,7 +230,7 @@ def enforce(
 
 
 def ended(backend: OverlayBackend) -> bool:
-    """Whether a box was killed, which takes a moment."""
+    """True if a box was killed, which takes a moment."""
     deadline = time.monotonic() + 60
     note = Path(backend.container.layer.path, accountant.FULL)  # type: ignore[union-attr]
     while note.exists() and backend.live and time.monotonic() < deadline:

@@ -68,7 +68,7 @@ Known = tuple[int, bytes]
 
 
 def _started(pid: int) -> bytes:
-    """When a process started, in clock ticks; nothing once it is gone."""
+    """Time at which a process started, in clock ticks; nothing once it is gone."""
     try:
         return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19]
     except OSError:

@@ -28,7 +28,7 @@ def running(sandbox: Sandbox) -> list[str]:
 
 
 def control(sandbox: Sandbox) -> str:
-    """Where the files of the shell are, inside."""
+    """Folder of the shell's files, inside."""
     return sandbox.execute(f"echo {sandbox.backend.control_inside}/shell.*").output.strip()
 
 
@@ -328,7 +328,7 @@ def test_a_shell_that_hangs_itself_is_replaced(make: Maker, monkeypatch: pytest.
 def test_a_shell_comes_back_also_where_killing_takes_longer_than_it_is_waited_for(
     any_box: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As through a busy daemon: while processes are found and killed, the shell is stopped, too."""
+    """A busy daemon does this: while processes are found and killed, the shell is stopped, too."""
     kill_started, wait = shell_module.kill_started, shell_module.Shell._wait
     needs = 0.0
 

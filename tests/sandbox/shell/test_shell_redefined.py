@@ -74,7 +74,7 @@ def test_a_shell_that_cannot_say_how_its_command_ended_is_replaced(box: Sandbox,
 def test_a_lost_shell_is_seen_also_where_it_was_slow_to_come_to_its_prompt(
     box: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a busy machine: it was not seen there in the first looks before any command."""
+    """On a busy machine it was not seen in the first looks before any command."""
     learn, looks = BashProcess._learn_prompt, BashProcess._system_call
 
     def late(bash: BashProcess) -> None:

@@ -75,7 +75,7 @@ def test_the_work_is_read_whatever_became_of_tmp(
 def test_equal_states_without_programs_have_one_verdict(
     damage: str, backend: str, docker_image: str, make_env: Callable[..., Any]
 ) -> None:
-    """Whether the shell still lives that removed them, or the state was restored: this is nobody else's fault."""
+    """The shell that removed them may still live, or the state was restored: this is nobody else's fault."""
     env = make_env(backend=backend, image=docker_image, max_episode_steps=-1)
     env.reset(options={"task": 0})
     repair(env)

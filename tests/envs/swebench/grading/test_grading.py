@@ -20,7 +20,7 @@ pytestmark = pytest.mark.usefixtures("official_code")
 
 @pytest.fixture(scope="module")
 def logs(parity_data: Path) -> dict[str, str]:
-    """What the official harness printed, by kind of patch and instance."""
+    """Logs of the official harness, by kind of patch and instance."""
     archive = parity_data / "swebench" / "harness_logs.tar.xz"
     if not archive.is_file():
         missing("data", f"{archive} is not there")
@@ -117,7 +117,7 @@ def test_reasons(log: str, reason: str) -> None:
 
 
 def checked(task: Task, **changes: Any) -> RowCheck:
-    """What `check` may have seen of a row."""
+    """Row check, as `check` may have made it of a task."""
     seen: dict[str, Any] = {"backend": "overlay", "image": "host", "image_id": "host:1", "network": False}
     seen |= {"resolves": True, "empty_resolves": False, "needs_network": False, "flaky": False, "seconds": 1.0}
     seen |= {"gold": ("resolved",), "empty": ("tests fail",), "date": "2026-01-01", "version": "0"}

@@ -163,7 +163,7 @@ def drawn(rng: random.Random, tools: str) -> str:
 
 
 def sparing(rng: random.Random, tools: str) -> str:
-    """As `drawn`, where what is run is not isolated: no bomb, and no part of anything that names a path."""
+    """Draw a command as `drawn`, where nothing is isolated: no bomb, and no part of anything that names a path."""
     kind = rng.random()
     if kind < 0.4:
         return rng.choice(SPARING_PLAIN)

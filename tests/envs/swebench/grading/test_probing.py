@@ -9,7 +9,7 @@ from sandboxgym.envs.swebench.rows.tasks import open_tasks
 
 
 def test_some_runs_come_to_their_end_and_some_are_long() -> None:
-    """Of a slow environment only runs of 8 steps are recorded, and the end of an episode must be among them."""
+    """Slow environments are only recorded for runs of 8 steps, and the end of an episode must be among them."""
     rng = np.random.default_rng(0)
     assert conformance_hooks.PATIENCE < 8
     late = {

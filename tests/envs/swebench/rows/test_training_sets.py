@@ -370,6 +370,6 @@ def test_tests_outside_of_the_repository_need_a_root(official_code: None) -> Non
 
 
 class Rootless:
-    """What `hiding.prepare` asks first."""
+    """Stand-in for a sandbox, with the attribute that `hiding.prepare` asks first."""
 
     shares_root = True

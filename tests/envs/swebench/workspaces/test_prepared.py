@@ -73,7 +73,7 @@ def answered(process: subprocess.Popen[str]) -> str:
 
 
 def entries(folder: Path) -> list[str]:
-    """What lies in the cache beside its locks."""
+    """Names in the cache beside its locks."""
     return sorted(path.name for path in folder.iterdir() if path.name != "locks") if folder.exists() else []
 
 

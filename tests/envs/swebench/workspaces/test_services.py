@@ -20,7 +20,7 @@ SERVICES = {
     "brightwater__framelink-8": "python -q -i",
     "hollowell__pressroom-11": "python -m pressroom.watch site",
 }
-"""What runs half-way through each task, as commands and ``lossy`` name it."""
+"""Service that runs half-way through each task, as commands and ``lossy`` name it."""
 PATIENT = {"seconds": 600.0}
 """A slow machine must not end a command that waits for its service."""
 Env = gym.Env[Any, Any]

@@ -43,7 +43,7 @@ def site(shop: Shop) -> Site:
 
 @dataclass
 class Document(html.parser.HTMLParser):
-    """What a test reads off a page."""
+    """A page of the site, as a test reads it."""
 
     text: str
     pieces: list[str] = field(default_factory=list)

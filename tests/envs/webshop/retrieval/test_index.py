@@ -67,7 +67,7 @@ def reference(documents: Sequence[Document], query: Sequence[str], k: int) -> li
 
 
 def exactly_kept(length: int) -> bool:
-    """Whether a byte holds this length: all up to 40, above that 24 more than a number of four significant bits."""
+    """True if a byte holds this length: all up to 40, above that 24 more than a number of four significant bits."""
     above = length - 24
     return length <= 40 or above % 2 ** (above.bit_length() - 4) == 0
 
@@ -318,5 +318,5 @@ def test_threads_do_not_disturb_each_other(eager: None) -> None:
 
 
 def left_in(directory: Path) -> set[str]:
-    """What is there but for the lock, which stays: removing it would let two processes build."""
+    """Names in a directory but for the lock, which stays: removing it would let two processes build."""
     return {path.name for path in directory.iterdir() if not path.name.endswith(".lock")}

@@ -24,7 +24,7 @@ from sandboxgym.envs.webshop.retrieval.lucene import Lucene, build_lucene
 from sandboxgym.envs.webshop.retrieval.search import RESULTS, indexed_text, open_search
 
 LEAST_IDENTICAL = 0.995
-"""Of the recorded lists, to the last product."""
+"""Fraction of the recorded lists that is reproduced to the last product."""
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def catalogue() -> Catalogue:
 
 @pytest.fixture
 def nothing_open(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """As in a process that has not searched yet, with nothing cached."""
+    """A process that has not searched yet, with nothing cached."""
     monkeypatch.setattr(search_module, "_opened", {})
     monkeypatch.setenv("SANDBOXGYM_CACHE", str(tmp_path / "cache"))
 

@@ -1,4 +1,4 @@
-"""What owners and workers of a fleet say of themselves, as far as it needs no cluster."""
+"""Reports of a fleet's owners and workers on themselves, as far as they need no cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sandboxgym.workers.fleet_status import FleetNode, FleetStatus, Owner, Usage
 from sandboxgym.workers.kept import KeptLease
 
 worker_envs.register()
-PAGE = Path(__file__).parents[1] / "docs" / "fleet.md"
+PAGE = Path(__file__).parents[2] / "docs" / "fleet.md"
 OWNER = Owner(
     "host:1", "toys/Dice-v0", 5.0, 60.0, 1, 2, {"aa" * 16: Usage(2, 8, 4, 3, 4096)}, 9, 100, 12.5, 2048,
     {"WorkerDied": 3}, {"snapshot": 2, "fork": 1}, 1,

@@ -9,6 +9,7 @@ import os
 import pickle
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -148,7 +149,7 @@ class Nodes:
             found = now
 
     def traces(self) -> dict[str, Any]:
-        """What owners have on the nodes, and what this process holds of it."""
+        """Traces of owners on the nodes, and what this process holds of them."""
         gc.collect()  # an exception keeps what its frames have, and is often part of a cycle
         alive = [row for row in ray._private.state.actors().values() if row["State"] != "DEAD"]
         groups = [row for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
@@ -276,7 +277,7 @@ def client(address: str, path: str) -> None:
         assert [owner.steps > 0 for owner in fleet_status().owners] == [True]
 
 
-WORDS = os.path.join(os.path.dirname(__file__), "bpo_ref")
+WORDS = str(Path(__file__).parents[1] / "bpo_ref")
 """Folder of the module `wordgame`, of which workers learn from the path of their owner."""
 TINY = {
     "env_id": "wordgame:toys/WordGame-v0", "eval_kwargs": (), "max_turns": 6, "context": 160, "max_new_tokens": 4,
@@ -306,3 +307,12 @@ def trainer(settings: str, decisions: str) -> None:
 
     ChatPolicy.__call__ = decide  # type: ignore[method-assign]
     training.run()
+
+
+def elsewhere(function: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A process that executes a function of `ray_nodes`."""
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import ray_nodes; getattr(ray_nodes, sys.argv[2])(*sys.argv[3:])"
+    )
+    command = [sys.executable, "-c", code, os.path.dirname(__file__), function, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)

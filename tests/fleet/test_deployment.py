@@ -20,7 +20,7 @@ import pytest
 from components import missing
 from ports import free_port
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 FILES = ROOT / "docs" / "examples" / "fleet"
 NODE = FILES / "node.sh"
 
@@ -33,7 +33,7 @@ def test_the_page_names_every_file() -> None:
 
 
 def told(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """What the script of a node says."""
+    """Output of the script of a node."""
     return subprocess.run(
         [str(NODE), *arguments], env={**os.environ, **variables}, capture_output=True, text=True, timeout=120
     )
