@@ -45,12 +45,12 @@ train: setup
 	$(BIN)/python bpo_ref/train.py --config bpo_ref/configs/alfworld-tiny.yaml $(ARGS)
 
 # Fast tests: no data, no network. tests/tools/slowest.txt lists what takes too long for it; make test-all runs those too.
+# Many tests wait for processes and daemons, so there is one more worker than two cores.
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadgroup -m "not slow"
 
 # All tests. SANDBOXGYM_PARITY_DATA names the recordings, SANDBOXGYM_REQUIRE what must not be skipped.
-# A test that hangs fails after ten minutes and says where it was. Many tests wait for processes and daemons, so there is
-# one more worker than two cores.
+# A test that hangs fails after ten minutes and says where it was.
 test-all: setup
 	$(BIN)/python -m pytest -n 3 --dist loadgroup --timeout 600 --durations 60 --durations-min 10
 

@@ -1,10 +1,10 @@
 """Writes the list of tests that are too slow for `make test`, from a run's times.
 
-    python -m pytest -n 2 --dist loadgroup --junitxml run.xml     # on a machine that does nothing else
+    python -m pytest -n 3 --dist loadgroup --junitxml run.xml     # on a machine that does nothing else
     python tests/tools/slowest.py run.xml --minutes 8
 
 The list is `slowest.txt` beside this file; `conftest.py` marks its tests as slow. The slowest tests are listed until
-those that remain take no longer than asked for, added up over both workers. Tests that have the mark in their source
+those that remain take no longer than asked for, added up over the workers. Tests that have the mark in their source
 are not listed.
 """
 
