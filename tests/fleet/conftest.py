@@ -20,14 +20,15 @@ except ModuleNotFoundError:
     ray = None  # type: ignore[assignment]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def ray_installed() -> None:
     if ray is None:
         missing("ray", "Ray is not installed")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def nodes(ray_installed: None) -> Iterator[Nodes]:
+    """One cluster for all modules: starting one takes as long as most tests."""
     if ray.is_initialized():
         ray.shutdown()
     made = Nodes()
