@@ -132,7 +132,7 @@ class _Session:
             "Start": ServiceMethod("StartRequest", "StartResponse", stream=self.start),
             "Connect": ServiceMethod("ConnectRequest", "StartResponse", stream=self.connect),
             "Update": ServiceMethod("UpdateRequest", "Empty", self.update),
-            "SendInput": ServiceMethod("SendInputRequest", "Empty", self.send_input),
+            "SendInput": ServiceMethod("SendInputRequest", "Empty", self.send_input, waits=True),
             "StreamInput": ServiceMethod("StreamInputRequest", "Empty", self.stream_input, client_streams=True),
             "SendSignal": ServiceMethod("SendSignalRequest", "Empty", self.send_signal),
             "CloseStdin": ServiceMethod("CloseStdinRequest", "Empty", self.close_input),

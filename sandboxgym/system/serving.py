@@ -326,6 +326,8 @@ def _telling_websocket() -> Any:
     from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 
     class Telling(WebSocketsSansIOProtocol):  # type: ignore[misc]
+        logger: Any
+
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.logger = _Logger(self.logger, self.client)

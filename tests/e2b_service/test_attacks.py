@@ -16,7 +16,9 @@ import httpx
 import pytest
 from e2b_service.conftest import KEYS, Server
 
+from sandboxgym.e2b import commands as commands_module
 from sandboxgym.e2b.commands import Commands
+from sandboxgym.e2b.connect import ServiceError
 
 PLANE = {"X-API-Key": KEYS[0]}
 
@@ -211,6 +213,57 @@ def test_clients_that_go_leave_nothing_waiting(box: Any, service: Server) -> Non
     for info in box.commands.list():
         assert info.args[-1] == "yes" and box.commands.kill(info.pid)
     assert box.commands.list() == []
+
+
+@pytest.mark.slow
+def test_what_clients_that_have_gone_wanted_to_write_is_given_up(box: Any, service: Server) -> None:
+    address = ("127.0.0.1", int(service.url.rpartition(":")[2]))
+    lines = [f"{name}: {value}" for name, value in box.connection_config.sandbox_headers.items()]
+    reader = box.commands.run(
+        "until [[ -e /tmp/go ]]; do sleep 0.1; done; timeout 2 cat | wc -c", background=True, stdin=True
+    )
+    process, data = {"process": {"pid": reader.pid}}, {"input": {"stdin": "eHh4" * 250_000}}
+    for path, kind, body in (
+        ("SendInput", "application/json", json.dumps({**process, **data}).encode()),
+        ("StreamInput", "application/connect+json", _envelope({"start": process}) + _envelope({"data": data})),
+    ):
+        head = [f"POST /process.Process/{path} HTTP/1.1", "Host: localhost", *lines, f"Content-Type: {kind}"]
+        for length in (len(body), len(body) + 9):
+            with socket.create_connection(address) as one:
+                one.sendall("\r\n".join([*head, f"Content-Length: {length}", "", ""]).encode() + body)
+                time.sleep(0.5)
+    box.files.write("/tmp/go", "")
+    assert int(reader.wait().stdout) <= 2**16, "more than a pipe holds"
+
+
+def test_no_more_clients_write_than_a_sandbox_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands_module, "MOST_WRITERS", 2)
+
+    def full_pipe(path: str, *, write: bool) -> int:
+        return os.dup(full[1])
+
+    async def play() -> None:
+        commands = Commands(full_pipe)
+        command = commands.new({"cmd": "sleep"}, tag=None, takes_input=True)
+        waiting = [asyncio.create_task(commands.write(command, b"x")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ServiceError, match="at most 2 clients that write"):
+            await commands.write(command, b"x")
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        os.read(full[0], 2**16)
+        await commands.write(command, b"x")
+
+    full = os.pipe2(os.O_NONBLOCK)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(full[1], bytes(2**12))
+        asyncio.run(play())
+    finally:
+        for descriptor in full:
+            os.close(descriptor)
 
 
 @pytest.mark.slow
