@@ -39,6 +39,8 @@ DEFAULT_TEMPLATE = "base"
 """Template of a sandbox whose creator names none."""
 THREADS = 16
 """Threads that work on sandboxes at one time."""
+MOST_TRANSFERS = 8
+"""Files of one API key that are read or written at one time, each of which is in memory; further ones wait."""
 _LETTERS = string.ascii_lowercase + string.digits
 _PREPARE = (
     f"mkdir -p {HOME} {FOLDER} /etc/profile.d; "
@@ -127,6 +129,7 @@ class Tenant:
     """Sandboxes that are being made."""
     keeping: int = 0
     """Snapshots and paused sandboxes that are being made."""
+    transfers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_TRANSFERS))
     made: dict[str, asyncio.Task[LiveSandbox]] = field(default_factory=dict)
     """Sandboxes by the idempotency keys of their creation."""
 

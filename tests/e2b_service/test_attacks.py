@@ -10,6 +10,7 @@ import socket
 import struct
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -19,6 +20,7 @@ from e2b_service.conftest import KEYS, Server
 from sandboxgym.e2b import commands as commands_module
 from sandboxgym.e2b.commands import Commands
 from sandboxgym.e2b.connect import ServiceError
+from sandboxgym.e2b.service import MOST_TRANSFERS
 
 PLANE = {"X-API-Key": KEYS[0]}
 
@@ -195,6 +197,29 @@ def test_huge_and_broken_uploads_are_refused(box: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_many_uploads_at_one_time_are_not_all_in_memory(box: Any, service: Server) -> None:
+    def memory() -> int:
+        status = Path(f"/proc/{service.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) >> 10
+
+    config, size, before = box.connection_config, 16 * 2**20, memory()
+    headers = {**config.sandbox_headers, "Content-Type": "application/octet-stream"}
+
+    async def upload(client: httpx.AsyncClient, number: int) -> int:
+        url = f"{box.envd_api_url}/files?path=/tmp/file{number % 2}"
+        return (await client.post(url, content=bytes(size), headers=headers)).status_code
+
+    async def play() -> list[int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+            return await asyncio.gather(*(upload(client, number) for number in range(24)))
+
+    assert asyncio.run(play()) == [200] * 24
+    assert memory() - before < 2 * MOST_TRANSFERS * size >> 20
+    assert box.files.get_info("/tmp/file1").size == size
+
+
 def test_clients_that_go_leave_nothing_waiting(box: Any, service: Server) -> None:
     address = ("127.0.0.1", int(service.url.rpartition(":")[2]))
     lines = [f"{name}: {value}" for name, value in box.connection_config.sandbox_headers.items()]
