@@ -216,7 +216,7 @@ def test_a_request_that_is_half_closed_before_its_end_is_answered_by_400(sent: b
     "sent",
     [
         b"\x16\x03\x01\x02\x00\x01 what begins a connection by TLS\r\n\r\n",
-        b"GET / HTTP/1.1\r\n\r\n",  # no host
+        b"GET / HTTP/1.1\r\nHost: a\r\nno header\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
         b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n",
     ],
