@@ -126,7 +126,7 @@ def run(
             patience=Patience(connections=MOST_CONNECTIONS),
             open_ended={envd.STREAM_INPUT},
             started=started,
-            ending=service.close,  # streams of commands end with an error in words
+            ending=service.end,  # streams of commands end with an error in words
             timeout_graceful_shutdown=1,
             access_log=False,
             ws="none",

@@ -200,7 +200,10 @@ class Service:
         use one sandbox. Only the end of the service is not held up.
         """
         loop = asyncio.get_running_loop()
-        thread = loop.run_in_executor(self._pool, lambda: function(*arguments, **options))
+        try:
+            thread = loop.run_in_executor(self._pool, lambda: function(*arguments, **options))
+        except RuntimeError as error:  # the threads are no more
+            raise RequestRefused(503, "the server is closing") from error
         try:
             return await asyncio.shield(thread)
         except asyncio.CancelledError:
@@ -652,10 +655,14 @@ class Service:
         finally:
             tenant.keeping -= 1
 
-    async def close(self) -> None:
-        """End all sandboxes of the service, and release its snapshots."""
+    async def end(self) -> None:
+        """End all sandboxes of the service, whose clients are told, and refuse new ones; calls under way go on."""
         self._over.set()
         await asyncio.gather(*(self.kill(box) for box in list(self._boxes.values())), return_exceptions=True)
+
+    async def close(self) -> None:
+        """End all sandboxes of the service, and release its snapshots. No call is under way any more."""
+        await self.end()
         for tenant in [self._everybody, *(self._tenants or {}).values()]:
             for name in list(tenant.kept):
                 self.forget(tenant, name)

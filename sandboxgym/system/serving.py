@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import socket
 import sys
@@ -36,7 +35,7 @@ Refusal = Callable[[int, str], bytes]
 _LINGER = 2.0
 """Seconds in which a refused client may read why."""
 _ENDING = 3.0
-"""Seconds that `ending` may take."""
+"""Seconds that `ending` is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +70,7 @@ def make_server(
         patience: how long clients are waited for.
         open_ended: paths whose requests may continue for as long as the client likes.
         started: called once clients are served and signals end the server in order: the moment to tell its address.
-        ending: called when the server begins to end, while clients can still be answered; given up after a while.
+        ending: called when the server begins to end, while clients can still be answered; not waited for without end.
         options: further settings of ``uvicorn.Config``.
 
     Raises:
@@ -91,9 +90,8 @@ def make_server(
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             if ending is not None:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(_ENDING):
-                        await ending()
+                self._ending = asyncio.ensure_future(ending())
+                await asyncio.wait([self._ending], timeout=_ENDING)  # it continues if that is not enough
             await super().shutdown(sockets)
 
     if options.get("ws") == "websockets-sansio":
