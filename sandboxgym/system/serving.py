@@ -17,13 +17,17 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
+import logging
+import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sandboxgym.system.refusals import tell
 
@@ -36,6 +40,8 @@ _LINGER = 2.0
 """Seconds in which a refused client may read why."""
 _ENDING = 3.0
 """Seconds that `ending` is waited for."""
+_LEAVING = 5.0
+"""Seconds that `leave` may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +121,21 @@ def serve(app: Any, listening: socket.socket, **options: Any) -> None:
     make_server(app, **options).run(sockets=[listening])
 
 
+def leave(status: int) -> NoReturn:
+    """End this process although one of its threads does not end, as where a call of a client takes long.
+
+    Unlike ``os._exit`` alone, this ends what such a call runs, in a sandbox or container, and deletes its files.
+    """
+    late = threading.Timer(_LEAVING, os._exit, (status,))
+    late.daemon = True
+    late.start()
+    logging.disable()  # the call fails when its sandbox goes, which nobody needs to be told
+    atexit._run_exitfuncs()  # what Python does at exit, but that it waits for threads first
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 class _Logger:
     """Logger of a connection: uvicorn's, but that warnings, which a client's garbage brings about, are refusals.
 
@@ -131,7 +152,8 @@ class _Logger:
         tell(self._client, message, message)
 
     def exception(self, message: str, *given: Any) -> None:
-        if not isinstance(sys.exception(), UnicodeDecodeError):  # of a client's text, which is told elsewhere
+        # Of a client's text, which is told elsewhere; of the end of the server.
+        if not isinstance(sys.exception(), UnicodeDecodeError | asyncio.CancelledError):
             self._logger.exception(message, *given)
 
     def error(self, message: str, *given: Any, exc_info: Any = None) -> None:
