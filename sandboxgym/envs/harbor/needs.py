@@ -25,6 +25,11 @@ PREFIX = "/opt/sandboxgym-tests"
 STAND_INS = "/opt/sandboxgym-stand-ins"
 """Directory of the stand-ins while tests run."""
 
+USE_STAND_INS = (
+    f"export PATH={STAND_INS}:$PATH; [ -e ~/.local/bin/env ] || {{ mkdir -p ~/.local/bin; : > ~/.local/bin/env; }}"
+)
+"""Command after which the stand-ins are found first, and the file that uv's installer would leave is there."""
+
 _INSTALLER = "astral.sh/uv"
 _WITH_VALUE = frozenset(("-p", "--python", "--index", "--index-url", "--default-index", "--project", "--directory"))
 _NAME = re.compile(r"[A-Za-z0-9][\w.+\[\],-]*(?:[=<>!~]=?[\w.,=<>!~*]+)?")
