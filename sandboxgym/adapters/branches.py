@@ -148,6 +148,7 @@ class Branches:
         self._snapshots: dict[str, _Saved | None] = {}  # None: being made, here and above
         self._aside = _Line("snapshots")
         self._ends: set[Future[object]] = set()
+        self._last: list[Future[object]] = []  # ends that `close` waits for
         self._number = 0
         self._closed = False
 
@@ -374,7 +375,7 @@ class Branches:
         """
         with self._lock:
             if self._closed:
-                return True
+                return not wait(self._last, timeout).not_done
             self._closed = True
             branches = [branch for branch in self._branches.values() if branch is not None]
             snapshots = [saved for saved in self._snapshots.values() if saved is not None]
@@ -382,9 +383,15 @@ class Branches:
             self._snapshots.clear()
         ends = [*self._ends, *(branch.end() for branch in branches)]
         ends.append(self._aside.end(self._pristine.close))
+        self._last = ends
         for saved in snapshots:
             saved.snapshot.release()
         return not wait(ends, timeout).not_done
+
+    @property
+    def closed(self) -> bool:
+        """True from the call of `close` on."""
+        return self._closed
 
     def _check_open(self) -> None:
         if self._closed:

@@ -4,6 +4,7 @@
 
 1. Images are those of `HarborEnv`: built by the Docker daemon, or, with ``--ek image=host`` (or a directory), carried
    out in a sandbox. Without a network the sandbox has none; Harbor's allow lists cannot be enforced and are refused.
+   What the tests would install from it is in the image then, as in `HarborEnv`.
 2. `SandboxEnvironment.snapshot` captures the trial under a name, in this process and as a file in ``snapshots/`` of the
    trial's directory; `SandboxEnvironment.branch` makes further environments at the present state, which end with
    the trial.
@@ -41,6 +42,7 @@ except ImportError:  # said when one is made, so that the module can be looked a
 _T = TypeVar("_T")
 log = logging.getLogger("sandboxgym")
 _NO_DIRECTORY = 126  # the exit code of Docker's exec
+_TESTS = "/tests/test.sh"  # which Harbor runs when the agent has ended
 _LARGEST = 2**30  # bytes that are downloaded
 _PATIENCE = 86_400.0  # seconds of a command without a limit: trials have limits of their own
 
@@ -67,6 +69,7 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
             raise ImportError("this environment is one of Harbor's: pip install harbor (Python 3.12 or newer)")
         self._settings = {"backend": backend, "image": image, "snapshot": snapshots}
         self._sandbox: Sandbox | None = None
+        self._stand_ins: dict[str, bytes] = {}
         self._busy = asyncio.Lock()
         self._held: dict[str, SandboxSnapshot] = {}
         self._branches: list[SandboxEnvironment] = []
@@ -94,6 +97,7 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
 
     def _start(self) -> None:
         from sandboxgym.envs.harbor.images import HarborSettings, start_of
+        from sandboxgym.envs.harbor.needs import stand_ins
         from sandboxgym.envs.harbor.tasks import read_task
 
         task = read_task(Path(self.environment_dir).absolute().parent)
@@ -107,6 +111,7 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
         begin = start_of(task, settings)
         self._sandbox = begin.sandbox(task, settings)
         self._sandbox.restore(begin.snapshot)
+        self._stand_ins = stand_ins(settings.needs_of(task))
 
     async def stop(self, delete: bool) -> None:
         """End the sandbox and its branches, and drop the snapshots of this process; their files stay."""
@@ -134,6 +139,12 @@ class SandboxEnvironment(BaseEnvironment or object):  # type: ignore[misc]
 
         What it prints to standard error is in ``stdout``, in its order, as with Harbor's own Docker environment.
         """
+        if self._stand_ins and _TESTS in command:
+            from sandboxgym.envs.harbor.dockerfile import put
+            from sandboxgym.envs.harbor.needs import USE_STAND_INS
+
+            await self._in_thread(lambda: put(self._live, list(self._stand_ins.items()), mode=0o755))
+            command = f"{USE_STAND_INS}\n{command}"
         user = self._resolve_user(user)
         if user not in (None, 0, "0", "root"):
             command = f"exec runuser -u {shlex.quote(str(user))} -- bash -c {shlex.quote(command)}"

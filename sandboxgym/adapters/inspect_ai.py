@@ -115,6 +115,8 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
         """Run a command; its words and its input travel as files."""
         if user not in (None, "root", "0"):
             raise SandboxUserUnsupportedError(f"expected no user, or root, found {user!r}: a sandbox has no others")
+        if any("\0" in word for word in cmd):  # as in Inspect's own; the file would take it for two words
+            raise ValueError("expected a command without null bytes")
         stop = Stop()
         return await self._in_turn(self._run, cmd, input, self._path(cwd or "."), env or {}, timeout, stop, stop=stop)
 

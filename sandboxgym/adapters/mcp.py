@@ -48,6 +48,8 @@ LONGEST_TEXT = 200_000
 """Characters of a command."""
 LARGEST_REQUEST = 4 * 2**20
 """Bytes of a request by HTTP."""
+_LAST_WORDS = 0.2
+"""Seconds in which clients get the answers to calls that the end of the server ended."""
 INSTRUCTIONS = """\
 A Linux sandbox of your own, with an undo that covers everything in it. It has branches: independent copies of the \
 sandbox, each with its own files and its own shell, of which "main" is there from the start. Every tool takes the name \
@@ -281,9 +283,10 @@ def make_server(branches: Branches) -> Server[Any]:
             task = asyncio.current_task()
             if task is None or task.cancelling():  # by the client
                 raise
-            return failed("the branch was discarded before the call had its turn")
+            ended = "the server ends" if branches.closed else "the branch was discarded"
+            return failed(f"{ended} before the call had its turn")
         except (_Refused, SandboxError, SnapshotError, OSError, ValueError) as error:
-            said = str(error) or type(error).__name__
+            said = "the server ends, and with it the call" if branches.closed else str(error) or type(error).__name__
             tell(getattr(context.request, "client", None) or "the client", "a call", said)
             return failed(said)
         except Exception as error:  # the agent shall know that it is no fault of its own
@@ -411,7 +414,12 @@ def run_http(branches: Branches, listening: socket.socket, started: Callable[[],
 
     logging.getLogger("mcp.server.transport_security").setLevel(logging.ERROR)  # refusals, which `serve` logs
     app = _whole(make_server(branches).streamable_http_app(host="127.0.0.1"), refusal)
-    serve(app, listening, refusal=refusal, started=started, timeout_graceful_shutdown=1)
+
+    async def end_calls() -> None:
+        await asyncio.to_thread(branches.close)  # what runs is answered, before its connection ends
+        await asyncio.sleep(_LAST_WORDS)
+
+    serve(app, listening, refusal=refusal, started=started, ending=end_calls, timeout_graceful_shutdown=1)
 
 
 def _whole(app: Any, refusal: Callable[[int, str], bytes]) -> Any:

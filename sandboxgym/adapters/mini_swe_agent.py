@@ -35,7 +35,7 @@ class SandboxEnvironment:
         try:
             command, env = action.get("command", ""), self.config["env"]
             result = self.sandbox.run(command, timeout=limit, cwd=where, env=env, keep=True)
-        except (SandboxError, OSError) as error:  # for the agent, as in the other environments
+        except (SandboxError, OSError, TypeError, ValueError) as error:  # for the agent, as in the other environments
             return {"output": "", "returncode": -1, "exception_info": f"The command could not be run: {error}"}
         first, _, rest = result.output.lstrip().partition("\n")
         if first.strip() == DONE and result.exit_code == 0:

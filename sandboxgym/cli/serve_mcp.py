@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import socket
-import sys
 from collections.abc import Sequence
 
 from sandboxgym.cli import OK, CommandError
@@ -52,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     from sandboxgym.adapters.mcp import run_http, run_stdio
     from sandboxgym.sandbox.base import Limits, SandboxError
     from sandboxgym.sandbox.sandbox import make_sandbox
+    from sandboxgym.system.serving import leave
 
     with contextlib.ExitStack() as stack:
         listening = None if options.http is None else stack.enter_context(listen(options.http))
@@ -83,10 +82,7 @@ def main(argv: Sequence[str]) -> int:
                 told = f"{sandbox.backend.capabilities.name} sandbox: {url} (Ctrl-C ends it)"
                 run_http(branches, listening, lambda: print(told, flush=True))
         if not branches.close():
-            # The thread of a command that cannot be ended would be waited for. Processes end with this one, and the
-            # next start clears the files.
-            sys.stderr.flush()
-            os._exit(status)
+            leave(status)  # the thread of a command that cannot be ended would be waited for
     return status
 
 

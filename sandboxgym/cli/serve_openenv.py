@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import functools
 import logging
-import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -62,6 +61,7 @@ def main(argv: Sequence[str]) -> int:
 
     from sandboxgym.adapters.openenv_server.application import application, run
     from sandboxgym.adapters.openenv_server.sessions import Limits
+    from sandboxgym.system.serving import leave
 
     level = logging.INFO if options.verbose else logging.WARNING
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
@@ -85,8 +85,7 @@ def main(argv: Sequence[str]) -> int:
         url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
         shown = ", ".join(f"{url}/{name}" for name in makers) if len(makers) > 1 else f"{next(iter(makers))}: {url}"
         if not run(app, listening, lambda: print(f"{shown} (Ctrl-C ends it)", flush=True)):
-            sys.stderr.flush()
-            os._exit(OK)  # a thread that cannot be ended would be waited for
+            leave(OK)  # a thread that cannot be ended would be waited for
     return OK
 
 

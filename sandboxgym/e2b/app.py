@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import json
 import logging
-import os
 import socket
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -22,7 +20,7 @@ from sandboxgym.e2b import control, envd
 from sandboxgym.e2b.control import Handler
 from sandboxgym.e2b.quotas import RequestRefused
 from sandboxgym.e2b.service import Service, refusal
-from sandboxgym.system.serving import Patience, serve
+from sandboxgym.system.serving import Patience, leave, serve
 
 log = logging.getLogger("sandboxgym")
 
@@ -126,13 +124,11 @@ def run(
             patience=Patience(connections=MOST_CONNECTIONS),
             open_ended={envd.STREAM_INPUT},
             started=started,
+            ending=service.end,  # streams of commands end with an error in words
             timeout_graceful_shutdown=1,
             access_log=False,
             ws="none",
         )
     finally:
-        # A thread that works for a sandbox would be waited for; sandboxes end with this process.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        if not service.join(1.0):
-            os._exit(0)
+        if not service.join(1.0):  # a thread that works for a sandbox would be waited for
+            leave(0)

@@ -38,7 +38,10 @@ HOME = "/home/user"
 """Home of commands, where no other user is named."""
 MOST_COMMANDS = 256
 """Commands of a sandbox at one time."""
+MOST_WRITERS = 64
+"""Clients that write to the commands of a sandbox at one time."""
 _CHUNK = 1 << 15
+_SHORTEST, _LONGEST = 0.01, 0.1  # seconds between two looks whether a command reads its input
 _WAITING = 16  # chunks for one client, above which the command waits
 _STARTING = 20.0  # seconds
 _LONGEST_LINE = 200  # bytes of what a command's subshell tells
@@ -201,6 +204,7 @@ class Commands:
         self._open_pipe = open_pipe
         self._running: dict[int, Command] = {}
         self._number = 0
+        self._writers = 0
         self._moves = asyncio.Event()  # unset while nothing may be read or written
         self._moves.set()
         self.stale: list[str] = []
@@ -427,11 +431,20 @@ class Commands:
         """Write to a command's input, at the pace at which it reads.
 
         Raises:
-            ServiceError: it takes none, or none any more.
+            ServiceError: it takes none, or none any more; or too many write.
         """
         if not command.takes_input:
             raise ServiceError("failed_precondition", "the command was started without stdin")
-        left = memoryview(data)
+        if self._writers >= MOST_WRITERS:
+            raise ServiceError("resource_exhausted", f"expected at most {MOST_WRITERS} clients that write to commands")
+        self._writers += 1
+        try:
+            await self._written(command, memoryview(data))
+        finally:
+            self._writers -= 1
+
+    async def _written(self, command: Command, left: memoryview) -> None:
+        pause = _SHORTEST
         while left:
             await self._moves.wait()
             if command.ended.is_set():
@@ -444,8 +457,10 @@ class Commands:
                 raise ServiceError("unavailable", f"the sandbox: {error}") from error
             try:
                 left = left[os.write(descriptor, left[:_CHUNK]) :]
+                pause = _SHORTEST
             except BlockingIOError:
-                await asyncio.sleep(0.01)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST)
             except BrokenPipeError as error:
                 raise ServiceError("failed_precondition", "the command's stdin is closed") from error
             finally:

@@ -4,7 +4,7 @@
    ends the stream and holds its error.
 2. A refused call is answered in the protocol's own form: `ServiceError` with one of its codes.
 3. No body is read beyond `LARGEST_MESSAGE`, or waited for longer than `SILENCE`; a stream whose client has gone is
-   given up at once.
+   given up at once, and so is a call that may wait for long (`ServiceMethod.waits`).
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ LONGEST_STREAM = 7 * 86_400.0
 SILENCE = 60.0
 """Seconds after which a request that is not complete is given up."""
 _END = 2  # flag of the envelope that ends a stream
+_AHEAD = 16  # pieces of a client's stream that are read before they are wanted, to see that it is still there
 _STATUS = {
     "canceled": 499,
     "unknown": 500,
@@ -88,6 +89,8 @@ class ServiceMethod:
     unary: Unary | None = None
     stream: Stream | None = None
     client_streams: bool = False
+    waits: bool = False
+    """True if it takes as long as a program of the sandbox likes."""
 
 
 async def serve(request: Request, method: ServiceMethod) -> Response:
@@ -110,17 +113,14 @@ async def serve(request: Request, method: ServiceMethod) -> Response:
             message = decode(method.takes, await body_of(request, LARGEST_MESSAGE), binary=binary)
             call = ServiceCall(message, seconds, 0.0, _nothing())
             assert method.unary is not None
-            answer = encode(method.gives, await _within(method.unary(call), seconds), binary=binary)
-            return Response(answer, media_type=kind)
-        messages = _messages(request, method.takes, binary=binary)
-        first = await _within(anext(messages, None), SILENCE if seconds is None else min(seconds, SILENCE))
-        if first is None:
-            raise ServiceError("invalid_argument", f"expected a message of {method.takes}, found the end of the stream")
-        call = ServiceCall(first, seconds, _keepalive(request), messages)
+            work = method.unary(call)
+            work = _while_there(_left(request), work) if method.waits else work
+            return Response(encode(method.gives, await _within(work, seconds), binary=binary), media_type=kind)
         if method.stream is None:  # answered when all was read, for a response that is under way reads the request too
-            assert method.unary is not None
-            answer = encode(method.gives, await _within(method.unary(call), seconds), binary=binary)
+            given = await _within(_answer_to_stream(request, method, seconds, binary=binary), seconds)
+            answer = encode(method.gives, given, binary=binary)
             return Response(envelope(answer) + envelope(b"{}", _END), media_type=kind)
+        call = await _begun(request.stream(), request, method, seconds, binary=binary)
     except ClientDisconnect:
         return Response(status_code=499)
     except Exception as error:  # of any type: the client gets it in the protocol's form
@@ -166,6 +166,66 @@ async def chunks_of(request: Request) -> AsyncIterator[bytes]:
         yield chunk
 
 
+async def _begun(
+    chunks: AsyncIterator[bytes], request: Request, method: ServiceMethod, seconds: float | None, *, binary: bool
+) -> ServiceCall:
+    """A call whose first message has come."""
+    messages = _messages(chunks, method.takes, binary=binary)
+    first = await _within(anext(messages, None), SILENCE if seconds is None else min(seconds, SILENCE))
+    if first is None:
+        raise ServiceError("invalid_argument", f"expected a message of {method.takes}, found the end of the stream")
+    return ServiceCall(first, seconds, _keepalive(request), messages)
+
+
+async def _answer_to_stream(request: Request, method: ServiceMethod, seconds: float | None, *, binary: bool) -> Message:
+    """Answer to a client that streams, as long as it is there: also while what it sent cannot be used yet."""
+    chunks: asyncio.Queue[bytes | None] = asyncio.Queue(_AHEAD)
+
+    async def read() -> None:
+        async for chunk in request.stream():
+            await chunks.put(chunk)
+        await chunks.put(None)
+        await _left(request)
+
+    async def ahead() -> AsyncIterator[bytes]:
+        while (chunk := await chunks.get()) is not None:
+            yield chunk
+
+    async def work() -> Message:
+        assert method.unary is not None
+        return await method.unary(await _begun(ahead(), request, method, seconds, binary=binary))
+
+    return await _while_there(read(), work())
+
+
+async def _left(request: Request) -> None:
+    """Wait until the client of a request, all of which was read, has gone.
+
+    Raises:
+        ClientDisconnect: it has.
+    """
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+    raise ClientDisconnect
+
+
+async def _while_there(client: Awaitable[None], work: Awaitable[Message]) -> Message:
+    """The result of work, which is given up when ``client``, which has no other end, raises."""
+    there, answer = asyncio.ensure_future(client), asyncio.ensure_future(work)
+    try:
+        await asyncio.wait((there, answer), return_when=asyncio.FIRST_COMPLETED)
+        return answer.result() if answer.done() else await _failed(there)
+    finally:
+        there.cancel()
+        answer.cancel()
+        await asyncio.gather(there, answer, return_exceptions=True)
+
+
+async def _failed(client: Awaitable[None]) -> Message:
+    await client
+    raise ClientDisconnect
+
+
 def _tell(request: Request, failure: ServiceError) -> None:
     """Log a refused stream, whose status says nothing."""
     if failure.code not in ("not_found", "deadline_exceeded"):  # which programs ask for
@@ -195,9 +255,9 @@ async def _nothing() -> AsyncIterator[Message]:
     yield
 
 
-async def _messages(request: Request, kind: str, *, binary: bool) -> AsyncIterator[Message]:
+async def _messages(chunks: AsyncIterator[bytes], kind: str, *, binary: bool) -> AsyncIterator[Message]:
     data = bytearray()
-    async for chunk in request.stream():
+    async for chunk in chunks:
         data += chunk
         while len(data) >= 5:
             size = int.from_bytes(data[1:5], "big")

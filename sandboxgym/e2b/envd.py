@@ -75,8 +75,12 @@ async def answer(request: Request, service: Service, name: str, port: int) -> Re
     except ClientDisconnect:
         return Response(status_code=499)
     except Exception as error:  # of any type: the client gets it as JSON
-        refused = refusal(error)
-        return _plain(502 if refused.status == 404 else refused.status, f"{refused}", sandboxId=name)
+        return _refused(error, name)
+
+
+def _refused(error: Exception, name: str) -> Response:
+    refused = refusal(error)
+    return _plain(502 if refused.status == 404 else refused.status, f"{refused}", sandboxId=name)
 
 
 async def _answer(request: Request, service: Service, name: str, port: int) -> Response:
@@ -105,13 +109,17 @@ async def _answer(request: Request, service: Service, name: str, port: int) -> R
             async with service.using(box, resume=True):
                 pass
         if path == "/files" and request.method in ("GET", "POST"):
-            return await _files(request, service, box)
+            return _Transfer(request, service, box)
     except RequestRefused as error:
-        return _plain(502 if error.status == 404 else error.status, f"{error}: the sandbox was not found")
+        return _unavailable(error)
     method = _Session(service, box, request).methods().get(path)
     if method is None or request.method != "POST":
         return _plain(404, f"{request.method} {brief(path, 80)} is not served")
     return await serve(request, method)
+
+
+def _unavailable(error: RequestRefused) -> Response:
+    return _plain(502 if error.status == 404 else error.status, f"{error}: the sandbox was not found")
 
 
 def _plain(status: int, message: str, **more: Any) -> Response:
@@ -132,7 +140,7 @@ class _Session:
             "Start": ServiceMethod("StartRequest", "StartResponse", stream=self.start),
             "Connect": ServiceMethod("ConnectRequest", "StartResponse", stream=self.connect),
             "Update": ServiceMethod("UpdateRequest", "Empty", self.update),
-            "SendInput": ServiceMethod("SendInputRequest", "Empty", self.send_input),
+            "SendInput": ServiceMethod("SendInputRequest", "Empty", self.send_input, waits=True),
             "StreamInput": ServiceMethod("StreamInputRequest", "Empty", self.stream_input, client_streams=True),
             "SendSignal": ServiceMethod("SendSignalRequest", "Empty", self.send_signal),
             "CloseStdin": ServiceMethod("CloseStdinRequest", "Empty", self.close_input),
@@ -384,6 +392,26 @@ def _user_of(request: Request) -> str | None:
 
 
 # Uploads and downloads
+
+
+class _Transfer(Response):
+    """The answer to an upload or download, which is in memory until it is sent: few at one time, see `Tenant`."""
+
+    def __init__(self, request: Request, service: Service, box: LiveSandbox) -> None:
+        super().__init__()
+        self._request, self._service, self._box = request, service, box
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async with self._box.tenant.transfers:
+            try:
+                response = await _files(self._request, self._service, self._box)
+            except ClientDisconnect:
+                response = Response(status_code=499)
+            except RequestRefused as error:
+                response = _unavailable(error)
+            except Exception as error:  # of any type: the client gets it as JSON
+                response = _refused(error, self._box.id)
+            await response(scope, receive, send)
 
 
 async def _files(request: Request, service: Service, box: LiveSandbox) -> Response:

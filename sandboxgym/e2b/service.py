@@ -39,6 +39,8 @@ DEFAULT_TEMPLATE = "base"
 """Template of a sandbox whose creator names none."""
 THREADS = 16
 """Threads that work on sandboxes at one time."""
+MOST_TRANSFERS = 8
+"""Files of one API key that are read or written at one time, each of which is in memory; further ones wait."""
 _LETTERS = string.ascii_lowercase + string.digits
 _PREPARE = (
     f"mkdir -p {HOME} {FOLDER} /etc/profile.d; "
@@ -127,6 +129,7 @@ class Tenant:
     """Sandboxes that are being made."""
     keeping: int = 0
     """Snapshots and paused sandboxes that are being made."""
+    transfers: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(MOST_TRANSFERS))
     made: dict[str, asyncio.Task[LiveSandbox]] = field(default_factory=dict)
     """Sandboxes by the idempotency keys of their creation."""
 
@@ -197,7 +200,10 @@ class Service:
         use one sandbox. Only the end of the service is not held up.
         """
         loop = asyncio.get_running_loop()
-        thread = loop.run_in_executor(self._pool, lambda: function(*arguments, **options))
+        try:
+            thread = loop.run_in_executor(self._pool, lambda: function(*arguments, **options))
+        except RuntimeError as error:  # the threads are no more
+            raise RequestRefused(503, "the server is closing") from error
         try:
             return await asyncio.shield(thread)
         except asyncio.CancelledError:
@@ -649,10 +655,14 @@ class Service:
         finally:
             tenant.keeping -= 1
 
-    async def close(self) -> None:
-        """End all sandboxes of the service, and release its snapshots."""
+    async def end(self) -> None:
+        """End all sandboxes of the service, whose clients are told, and refuse new ones; calls under way go on."""
         self._over.set()
         await asyncio.gather(*(self.kill(box) for box in list(self._boxes.values())), return_exceptions=True)
+
+    async def close(self) -> None:
+        """End all sandboxes of the service, and release its snapshots. No call is under way any more."""
+        await self.end()
         for tenant in [self._everybody, *(self._tenants or {}).values()]:
             for name in list(tenant.kept):
                 self.forget(tenant, name)

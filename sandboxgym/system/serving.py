@@ -7,20 +7,27 @@
 2. A client that takes nothing of an answer for `Patience.answer` seconds is cut off, even if little is left of it. One
    that takes some is not, however slow it is.
 3. Beyond `Patience.connections`, a new one is answered by status 503 and closed.
-4. What is said with these statuses is in the form of the protocol that is served (`Refusal`).
+4. What is no HTTP is answered by status 400. What is said with these statuses is in the form of the protocol that is
+   served (`Refusal`).
 5. Requests that are refused, by status 400 or higher, are logged, and those whose client left before the end of the
-   body: `refusals.Refusals` says how often.
+   body: `refusals.Refusals` says how often. The same holds for WebSockets whose client sends garbage.
+6. When a signal ends the server, `ending` comes first, so that calls under way can be answered in words.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
+import logging
+import os
 import signal
 import socket
-from collections.abc import Callable, Collection
+import sys
+import threading
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from sandboxgym.system.refusals import tell
 
@@ -31,6 +38,10 @@ Refusal = Callable[[int, str], bytes]
 """Makes the content of an error's answer, as JSON, of its status and message."""
 _LINGER = 2.0
 """Seconds in which a refused client may read why."""
+_ENDING = 3.0
+"""Seconds that `ending` is waited for."""
+_LEAVING = 5.0
+"""Seconds that `leave` may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +65,7 @@ def make_server(
     patience: Patience | None = None,
     open_ended: Collection[str] = (),
     started: Callable[[], object] | None = None,
+    ending: Callable[[], Awaitable[object]] | None = None,
     **options: Any,
 ) -> uvicorn.Server:
     """Make a server of an ASGI application.
@@ -64,6 +76,7 @@ def make_server(
         patience: how long clients are waited for.
         open_ended: paths whose requests may continue for as long as the client likes.
         started: called once clients are served and signals end the server in order: the moment to tell its address.
+        ending: called when the server begins to end, while clients can still be answered; not waited for without end.
         options: further settings of ``uvicorn.Config``.
 
     Raises:
@@ -81,6 +94,14 @@ def make_server(
             if self.started and started is not None:
                 started()
 
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            if ending is not None:
+                self._ending = asyncio.ensure_future(ending())
+                await asyncio.wait([self._ending], timeout=_ENDING)  # it continues if that is not enough
+            await super().shutdown(sockets)
+
+    if options.get("ws") == "websockets-sansio":
+        options["ws"] = _telling_websocket()
     return TellingServer(uvicorn.Config(telling(timed), log_level="warning", lifespan="on", http=http, **options))
 
 
@@ -100,6 +121,21 @@ def serve(app: Any, listening: socket.socket, **options: Any) -> None:
     make_server(app, **options).run(sockets=[listening])
 
 
+def leave(status: int) -> NoReturn:
+    """End this process although one of its threads does not end, as where a call of a client takes long.
+
+    Unlike ``os._exit`` alone, this ends what such a call runs, in a sandbox or container, and deletes its files.
+    """
+    late = threading.Timer(_LEAVING, os._exit, (status,))
+    late.daemon = True
+    late.start()
+    logging.disable()  # the call fails when its sandbox goes, which nobody needs to be told
+    atexit._run_exitfuncs()  # what Python does at exit, but that it waits for threads first
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 class _Logger:
     """Logger of a connection: uvicorn's, but that warnings, which a client's garbage brings about, are refusals.
 
@@ -114,6 +150,11 @@ class _Logger:
 
     def warning(self, message: str) -> None:
         tell(self._client, message, message)
+
+    def exception(self, message: str, *given: Any) -> None:
+        # Of a client's text, which is told elsewhere; of the end of the server.
+        if not isinstance(sys.exception(), UnicodeDecodeError | asyncio.CancelledError):
+            self._logger.exception(message, *given)
 
     def error(self, message: str, *given: Any, exc_info: Any = None) -> None:
         if not isinstance(exc_info, asyncio.CancelledError):
@@ -279,6 +320,12 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
             said = f"the headers of the request did not come within {patience.headers:g} seconds"
             self._headers = self.loop.call_later(patience.headers, self._refuse, 408, said)
 
+        def send_400_response(self, msg: str) -> None:
+            if self._answering() and self.cycle.response_started:
+                self.transport.close()  # what is said now would be taken for a part of the answer
+            else:
+                self._say(400, msg)
+
         def _refuse(self, status: int, said: str) -> None:
             tell(self.client, f"status {status}", said)
             self._say(status, said)
@@ -292,6 +339,25 @@ def _timed_protocol(refusal: Refusal, patience: Patience) -> Any:
             self.loop.call_later(_LINGER, self.transport.abort)
 
     return Timed
+
+
+def _telling_websocket() -> Any:
+    """Protocol of uvicorn whose complaints about what a client sends are refusals, rather than errors of the server."""
+    from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
+
+    class Telling(WebSocketsSansIOProtocol):  # type: ignore[misc]
+        logger: Any
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self.logger = _Logger(self.logger, self.client)
+
+        def handle_parser_exception(self) -> None:
+            closing = self.conn.close_sent
+            tell(self.client, "WebSocket", (closing and closing.reason) or "it sent what is no message of a WebSocket")
+            super().handle_parser_exception()
+
+    return Telling
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

@@ -152,6 +152,26 @@ def test_files_and_commands_go_in_and_out(trial: Any, tmp_path: Path) -> None:
     asyncio.run(play())
 
 
+def test_tests_find_what_they_would_install_from_the_network(trial: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sandboxgym.envs.harbor.needs import PREFIX, Needs
+
+    script = trial.environment_dir.parent / "tests" / "test.sh"
+    script.write_text("set -e\napt-get install -y curl\nsource $HOME/.local/bin/env\nuvx -w pytest==8.4.1 pytest one\n")
+    monkeypatch.setattr(Needs, "dockerfile", lambda needs: "")  # what it installs comes from the network
+
+    async def play() -> None:
+        await trial.start(force_build=False)
+        await trial.exec(f"mkdir -p {PREFIX}/bin; printf '#!/bin/sh\\necho ran $@' > {PREFIX}/bin/pytest")
+        await trial.exec(f"chmod +x {PREFIX}/bin/pytest")
+        assert (await trial.exec("command -v uvx")).return_code == 1, "not for the agent"
+        await trial.upload_dir(script.parent, "/tests")
+        done = await trial.exec("bash /tests/test.sh")
+        assert (done.return_code, done.stdout) == (0, "ran one\n")
+        await trial.stop(delete=True)
+
+    asyncio.run(play())
+
+
 def test_a_trial_has_named_snapshots_and_branches(trial: Any, caplog: pytest.LogCaptureFixture) -> None:
     async def play() -> None:
         await trial.start(force_build=False)

@@ -61,6 +61,12 @@ async def test_words_are_passed_as_they_are(sandbox_env: Any) -> None:
     assert (await sandbox_env.exec(["ls", "-A", "/tmp"])).stdout.count(".sandboxgym-") == 1  # of the ls itself
 
 
+async def test_a_word_with_a_null_byte_is_not_taken_for_two(sandbox_env: Any) -> None:
+    with pytest.raises(ValueError, match="without null bytes"):
+        await sandbox_env.exec(["touch", "/one\0/two"])
+    assert not (await sandbox_env.exec(["ls", "/two"])).success
+
+
 async def test_a_directory_that_was_removed_is_an_exit_code(sandbox_env: Any) -> None:
     from sandboxgym.adapters.inspect_ai import SandboxgymEnvironment
     from sandboxgym.sandbox.sandbox import make_sandbox

@@ -497,7 +497,16 @@ def test_http_serves_this_machine_and_no_web_site(library: Any, environment: dic
                 assert "found 'x'" in await Agent(client).refused("discard", names=["x"])
 
         asyncio.run(asyncio.wait_for(beside(), 300))
-        server.send_signal(signal.SIGINT)
+
+        async def in_the_middle() -> None:
+            async with library.Client(url) as client:
+                call = asyncio.create_task(Agent(client).refused("execute", command=f"sleep 600.{os.getpid()}"))
+                while not running(f"sleep 600.{os.getpid()}"):
+                    await asyncio.sleep(0.05)
+                server.send_signal(signal.SIGINT)
+                assert await call == "the server ends, and with it the call"
+
+        asyncio.run(asyncio.wait_for(in_the_middle(), 300))
         assert server.wait(60) == 0
     finally:
         server.kill()

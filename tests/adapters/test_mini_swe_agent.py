@@ -54,6 +54,15 @@ def test_an_agent_works_in_a_sandbox_and_submits(library: Any, tmp_path: Path) -
     assert "could not be run" in env.execute({"command": "true"})["exception_info"]
 
 
+@pytest.mark.parametrize("command", ["echo a\0b", "echo \ud800", None, 5, ["ls"], {"a": 1}])
+def test_what_cannot_be_a_command_is_told_to_the_agent(command: object) -> None:
+    env = SandboxEnvironment(allow_unsafe=True)
+    told = env.execute({"command": command})
+    assert told["returncode"] == -1 and told["exception_info"].startswith("The command could not be run: ")
+    assert env.execute({"command": "echo still here"})["output"] == "still here\n"
+    env.sandbox.close()
+
+
 def test_forks_of_an_agent_in_the_middle_end_differently(library: Any) -> None:
     env = SandboxEnvironment(allow_unsafe=True)
     run = agent(library, env, "echo one > ~/notes", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sandbox.sandboxes import check
 from served_openenv import (  # noqa: F401 - fixtures
     Server,
     arguments,
@@ -281,6 +283,34 @@ def test_nothing_is_left_after_a_signal(tmp_path: Path, number: int) -> None:
         stepping.join()
         assert "Traceback" not in server.log
         assert not list((tmp_path / "runtime").glob("*/*"))
+
+
+@pytest.mark.slow
+def test_a_command_that_runs_in_a_sandbox_ends_with_the_server_and_leaves_no_files(tmp_path: Path) -> None:
+    check("overlay")
+    sleep = f"sleep 600.{os.getpid()}"
+    with serving(tmp_path, "Harbor-v0", "--env-kwargs", "backend=overlay") as server, Client(server.url) as env:
+        env.reset(task="ledger-totals")
+        stepping = threading.Thread(target=fails, args=(env, f"{sleep} & {sleep}"))
+        stepping.start()
+        end = time.monotonic() + 120
+        while not running(sleep):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        assert server.end() == 0
+        stepping.join()
+        assert not running(sleep)
+        assert "Traceback" not in server.log
+        assert not [path for path in (tmp_path / "runtime").iterdir() if path.is_dir()]
+
+
+def running(text: str) -> bool:
+    """True if a process has this in its command line."""
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if text.encode() in path.read_bytes().replace(b"\0", b" "):
+                return True
+    return False
 
 
 @pytest.mark.slow

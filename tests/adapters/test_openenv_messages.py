@@ -142,7 +142,8 @@ def test_bad_http_requests_have_a_status_and_words(server: Server) -> None:
     for status in (404, 409, 422):
         assert server.log.count(f"WARNING sandboxgym: refused 127.0.0.1: status {status}: ") == 1
     assert server.get("/reset", {"seed": 0})[0] == 200
-    assert server.get("/nothing")[0] == 404 and server.get("/step")[0] == 405
+    assert server.get("/nothing") == (404, {"detail": "Not Found"})
+    assert server.get("/step") == (405, {"detail": "Method Not Allowed"})
     for body, code in [
         (b"{", -32700),
         ({}, -32600),
@@ -163,7 +164,7 @@ def test_web_pages_of_others_are_refused(server: Server) -> None:
     from websockets.sync.client import connect
 
     assert server.get("/health", headers={"Origin": "http://evil.example"})[0] == 403
-    assert server.get("/health", headers={"Host": "evil.example"})[0] == 403
+    assert server.get("/health", headers={"Host": "evil.example"}) == (403, {"detail": "foreign origin or host"})
     assert server.get("/health", headers={"Origin": server.url})[0] == 200
     foreign: Any = "http://evil.example"
     with pytest.raises(InvalidStatus), connect(server.url.replace("http", "ws") + "/ws", origin=foreign, proxy=None):
@@ -220,6 +221,21 @@ def test_a_broken_connection_leaves_nothing(server: Server, attack: Callable[[Se
     with Client(server.url) as env:
         assert env.reset().reward is None
     server.wait_for_live(0)
+
+
+def test_garbage_in_a_websocket_is_one_line_in_the_log(tmp_path: Path) -> None:
+    with serving(tmp_path, *arguments(tmp_path)) as own:
+        for frame, code in ((b"\xff" * 50, "1002"), (b"\x81\x82\0\0\0\0\xff\xfe", "1007")):
+            for _ in range(2):
+                with raw(own) as connection:
+                    own.wait_for_live(1)
+                    connection.socket.sendall(frame)
+                    with pytest.raises(Exception, match=code):
+                        connection.recv(timeout=120)
+                own.wait_for_live(0)
+        refused = [line for line in own.log.splitlines() if "refused 127.0.0.1: WebSocket: " in line]
+        assert [line.split()[0] for line in refused] == ["WARNING", "INFO", "INFO", "INFO"], own.log
+        assert "Traceback" not in own.log
 
 
 def test_an_environment_that_cannot_be_made_is_an_error_of_the_protocol(tmp_path: Path) -> None:

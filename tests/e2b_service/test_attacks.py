@@ -10,13 +10,17 @@ import socket
 import struct
 import time
 import zlib
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from e2b_service.conftest import KEYS, Server
 
+from sandboxgym.e2b import commands as commands_module
 from sandboxgym.e2b.commands import Commands
+from sandboxgym.e2b.connect import ServiceError
+from sandboxgym.e2b.service import MOST_TRANSFERS
 
 PLANE = {"X-API-Key": KEYS[0]}
 
@@ -193,6 +197,29 @@ def test_huge_and_broken_uploads_are_refused(box: Any) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_many_uploads_at_one_time_are_not_all_in_memory(box: Any, service: Server) -> None:
+    def memory() -> int:
+        status = Path(f"/proc/{service.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) >> 10
+
+    config, size, before = box.connection_config, 16 * 2**20, memory()
+    headers = {**config.sandbox_headers, "Content-Type": "application/octet-stream"}
+
+    async def upload(client: httpx.AsyncClient, number: int) -> int:
+        url = f"{box.envd_api_url}/files?path=/tmp/file{number % 2}"
+        return (await client.post(url, content=bytes(size), headers=headers)).status_code
+
+    async def play() -> list[int]:
+        limits = httpx.Limits(max_connections=None)
+        async with httpx.AsyncClient(timeout=300, limits=limits) as client:
+            return await asyncio.gather(*(upload(client, number) for number in range(24)))
+
+    assert asyncio.run(play()) == [200] * 24
+    assert memory() - before < 2 * MOST_TRANSFERS * size >> 20
+    assert box.files.get_info("/tmp/file1").size == size
+
+
 def test_clients_that_go_leave_nothing_waiting(box: Any, service: Server) -> None:
     address = ("127.0.0.1", int(service.url.rpartition(":")[2]))
     lines = [f"{name}: {value}" for name, value in box.connection_config.sandbox_headers.items()]
@@ -211,6 +238,57 @@ def test_clients_that_go_leave_nothing_waiting(box: Any, service: Server) -> Non
     for info in box.commands.list():
         assert info.args[-1] == "yes" and box.commands.kill(info.pid)
     assert box.commands.list() == []
+
+
+@pytest.mark.slow
+def test_what_clients_that_have_gone_wanted_to_write_is_given_up(box: Any, service: Server) -> None:
+    address = ("127.0.0.1", int(service.url.rpartition(":")[2]))
+    lines = [f"{name}: {value}" for name, value in box.connection_config.sandbox_headers.items()]
+    reader = box.commands.run(
+        "until [[ -e /tmp/go ]]; do sleep 0.1; done; timeout 2 cat | wc -c", background=True, stdin=True
+    )
+    process, data = {"process": {"pid": reader.pid}}, {"input": {"stdin": "eHh4" * 250_000}}
+    for path, kind, body in (
+        ("SendInput", "application/json", json.dumps({**process, **data}).encode()),
+        ("StreamInput", "application/connect+json", _envelope({"start": process}) + _envelope({"data": data})),
+    ):
+        head = [f"POST /process.Process/{path} HTTP/1.1", "Host: localhost", *lines, f"Content-Type: {kind}"]
+        for length in (len(body), len(body) + 9):
+            with socket.create_connection(address) as one:
+                one.sendall("\r\n".join([*head, f"Content-Length: {length}", "", ""]).encode() + body)
+                time.sleep(0.5)
+    box.files.write("/tmp/go", "")
+    assert int(reader.wait().stdout) <= 2**16, "more than a pipe holds"
+
+
+def test_no_more_clients_write_than_a_sandbox_has_memory_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands_module, "MOST_WRITERS", 2)
+
+    def full_pipe(path: str, *, write: bool) -> int:
+        return os.dup(full[1])
+
+    async def play() -> None:
+        commands = Commands(full_pipe)
+        command = commands.new({"cmd": "sleep"}, tag=None, takes_input=True)
+        waiting = [asyncio.create_task(commands.write(command, b"x")) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ServiceError, match="at most 2 clients that write"):
+            await commands.write(command, b"x")
+        for one in waiting:
+            one.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        os.read(full[0], 2**16)
+        await commands.write(command, b"x")
+
+    full = os.pipe2(os.O_NONBLOCK)
+    try:
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(full[1], bytes(2**12))
+        asyncio.run(play())
+    finally:
+        for descriptor in full:
+            os.close(descriptor)
 
 
 @pytest.mark.slow

@@ -182,6 +182,43 @@ def test_a_creation_that_is_cancelled_closes_its_sandboxes(monkeypatch: pytest.M
     assert closed == ["sandbox 0", "sandbox 1", "snapshot"]
 
 
+def test_a_creation_that_is_under_way_when_the_service_ends_leaves_no_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[str] = []
+
+    async def play() -> None:
+        service = make_service()
+        going = asyncio.Event()
+
+        async def work(function: Callable[..., Any], *arguments: Any) -> Any:
+            if function is module._restored:
+                await going.wait()
+                return None
+            return await Service.work(service, function, *arguments)
+
+        async def template(name: str) -> tuple[Any, None]:
+            return SimpleNamespace(fork=lambda count: [SimpleNamespace(close=lambda: closed.append("sandbox"))]), None
+
+        monkeypatch.setattr(service, "work", work)
+        monkeypatch.setattr(service, "_template", template)
+        monkeypatch.setattr(module.Commands, "of", lambda *given: Commands(os.open))
+        held = SimpleNamespace(release=lambda: None, retain=lambda: held)
+        snap = SimpleNamespace(template="base", snapshot=held, commands=[], number=0)
+        settings = {"template": "base", "metadata": {}, "envs": {}}
+        starting = asyncio.create_task(service._start(service.tenant(None), snap, 1, seconds=60, settings=settings))  # type: ignore[arg-type]
+        await let_others_run()
+        await service.end()
+        going.set()
+        with pytest.raises(RequestRefused, match="closing") as refused:
+            await starting
+        assert refused.value.status == 503 and not service.tenant(None).boxes
+        await service.close()
+        with pytest.raises(RequestRefused, match="closing"):
+            await Service.work(service, print)
+
+    asyncio.run(play())
+    assert closed == ["sandbox"]
+
+
 @pytest.mark.parametrize(
     ("path", "headers", "content", "said"),
     [

@@ -324,8 +324,10 @@ def test_nothing_is_left_of_a_server_that_ends(
     own.end(number)
     assert time.monotonic() - began < 60
     assert own.leftovers() == []
-    with pytest.raises(e2b.SandboxException):
+    with pytest.raises(e2b.SandboxException) as raised:
         handle.wait()
+    if number != signal.SIGKILL:
+        assert "the sandbox ended before the command" in str(raised.value)
 
 
 def _host_pid(server: Server) -> str:

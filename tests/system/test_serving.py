@@ -8,7 +8,7 @@ import importlib.util
 import json
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -70,7 +70,7 @@ async def receive_now(receive: Any) -> str:
 
 
 @contextlib.contextmanager
-def served(app: Any, **patience: Any) -> Iterator[int]:
+def served(app: Any, *, ending: Callable[[], Awaitable[object]] | None = None, **patience: Any) -> Iterator[int]:
     """The port of a server in a thread."""
     listening = socket.create_server(("127.0.0.1", 0))
     limits = Patience(**{"headers": LONG, "body": LONG, "answer": LONG} | patience)
@@ -79,6 +79,7 @@ def served(app: Any, **patience: Any) -> Iterator[int]:
         refusal=lambda status, said: json.dumps({"code": status, "message": said}).encode(),
         patience=limits,
         open_ended={"/endless"},
+        ending=ending,
         timeout_graceful_shutdown=1,
         ws="none",
     )
@@ -209,6 +210,71 @@ def test_a_request_that_is_half_closed_before_its_end_is_answered_by_400(sent: b
             silent.shutdown(socket.SHUT_WR)
             assert silent.recv(1) == b""
         assert asked(port, POST % b"" + b"x" * 10) == (200, b"10")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01\x02\x00\x01 what begins a connection by TLS\r\n\r\n",
+        b"GET / HTTP/1.1\r\nHost: a\r\nno header\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
+        b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nno length\r\n",
+    ],
+)
+def test_what_is_no_http_is_answered_in_the_form_of_the_protocol(sent: bytes) -> None:
+    with served(App()) as port:
+        status, content = asked(port, sent)
+        assert (status, json.loads(content)["code"]) == (400, 400)
+        assert asked(port, POST % b"" + b"x" * 10) == (200, b"10")
+
+
+def test_garbage_is_not_answered_in_the_middle_of_an_answer() -> None:
+    class Begun(App):
+        async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "lifespan":
+                await super().__call__(scope, receive, send)
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            self.ended.set()
+
+    app = Begun()
+    with served(app) as port:
+        chunked = b"POST / HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n"
+        with client(port, chunked) as connection:
+            assert connection.recv(12) == b"HTTP/1.1 200"
+            connection.sendall(b"no length\r\n")
+            rest = b""
+            with contextlib.suppress(ConnectionError):
+                while part := connection.recv(65536):
+                    rest += part
+            assert b"400" not in rest
+        assert app.ended.wait(30)
+
+
+def test_calls_are_answered_in_words_when_the_server_ends() -> None:
+    end = asyncio.Event()
+    begun = threading.Event()
+
+    async def waiting(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            await App()(scope, receive, send)
+            return
+        begun.set()
+        await end.wait()
+        await send({"type": "http.response.start", "status": 503, "headers": [(b"content-length", b"8")]})
+        await send({"type": "http.response.body", "body": b"the end."})
+
+    async def ending() -> None:
+        end.set()
+
+    with contextlib.ExitStack() as stack:
+        with served(waiting, ending=ending) as port:
+            connection = stack.enter_context(client(port, GET % b""))
+            assert begun.wait(30)
+        assert answer(connection) == (503, b"the end.")
 
 
 def test_requests_that_are_under_way_when_a_server_ends_are_no_errors(capfd: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,7 @@ def application(
         ValueError: an environment has no snapshots.
     """
     from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
     from starlette.responses import Response
     from starlette.routing import BaseRoute, Mount, Route, WebSocketRoute
 
@@ -140,7 +141,12 @@ def application(
             for served in all_served:
                 await asyncio.to_thread(served.close)
 
-    app = Starlette(routes=routes, lifespan=lifespan)
+    async def refused(request: Request, error: Exception) -> Response:  # of Starlette, by status 404 and 405
+        assert isinstance(error, HTTPException)
+        told = text_of({"detail": error.detail})
+        return Response(told, status_code=error.status_code, media_type="application/json", headers=error.headers)
+
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={HTTPException: refused})
     app.state.sessions, app.state.closed = sessions, True
     app.add_middleware(_OwnPagesOnly, hosts=hosts)  # type: ignore[arg-type]
     return app
@@ -213,9 +219,10 @@ class _OwnPagesOnly:
                     tell(scope["client"], "foreign", f"host {brief(host, 80)}, origin {brief(origin, 80)}")
                     await send({"type": "websocket.close", "code": 1008, "reason": "foreign origin or host"})
                     return
-                text = [(b"content-type", b"text/plain")]
-                await send({"type": "http.response.start", "status": 403, "headers": text})
-                await send({"type": "http.response.body", "body": b"foreign origin or host"})
+                content = text_of({"detail": "foreign origin or host"}).encode()
+                told = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+                await send({"type": "http.response.start", "status": 403, "headers": told})
+                await send({"type": "http.response.body", "body": content})
                 return
         await self._app(scope, receive, send)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 
 from sandboxgym.brief import brief
 from sandboxgym.envs.harbor.dockerfile import NotWritten, put, tree
-from sandboxgym.envs.harbor.needs import STAND_INS, Needs, stand_ins
+from sandboxgym.envs.harbor.needs import STAND_INS, USE_STAND_INS, Needs, stand_ins
 from sandboxgym.envs.harbor.tasks import HarborTask
 from sandboxgym.sandbox.base import SandboxError
 from sandboxgym.sandbox.sandbox import Sandbox
@@ -74,11 +74,8 @@ def grade(sandbox: Sandbox, task: HarborTask, needs: Needs) -> Verdict:
     """
     prepare(sandbox, task, needs)
     extra = stand_ins(needs)
-    path = (
-        f"export PATH={STAND_INS}:$PATH; [ -e ~/.local/bin/env ] || {{ mkdir -p ~/.local/bin; : > ~/.local/bin/env; }}"
-    )
     done = sandbox.run(
-        f"cd -- {shlex.quote(sandbox.workdir)} || exit\nchmod +x /tests/test.sh; {path if extra else ':'}\n"
+        f"cd -- {shlex.quote(sandbox.workdir)} || exit\nchmod +x /tests/test.sh; {USE_STAND_INS if extra else ':'}\n"
         f"(exec /tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1\ntail -c {_SHOWN} /logs/verifier/test-stdout.txt",
         env=task.verifier_env,
         cwd="/",  # which is there whatever the agent removed

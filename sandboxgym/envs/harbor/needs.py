@@ -7,8 +7,8 @@ pytest==8.4.1 pytest ...``. A sandbox has no network, so
 2. `Needs.dockerfile` adds their packages to the image: the system's by apt, Python's in a virtual environment
    (`PREFIX`) of the image's own Python, whatever version the tests ask for,
 3. and `stand_ins` are the programs that the tests find first on their path: ``apt-get`` does nothing, ``uvx`` and
-   ``uv run`` run from the virtual environment, ``curl`` gets no installer of uv. They are there only while the tests
-   run.
+   ``uv run`` run from the virtual environment, whose ``python`` is found first as with uv's own, ``curl`` gets no
+   installer of uv. They are there only while the tests run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,11 @@ PREFIX = "/opt/sandboxgym-tests"
 """Virtual environment of the tests, in the image."""
 STAND_INS = "/opt/sandboxgym-stand-ins"
 """Directory of the stand-ins while tests run."""
+
+USE_STAND_INS = (
+    f"export PATH={STAND_INS}:$PATH; [ -e ~/.local/bin/env ] || {{ mkdir -p ~/.local/bin; : > ~/.local/bin/env; }}"
+)
+"""Command after which the stand-ins are found first, and the file that uv's installer would leave is there."""
 
 _INSTALLER = "astral.sh/uv"
 _WITH_VALUE = frozenset(("-p", "--python", "--index", "--index-url", "--default-index", "--project", "--directory"))
@@ -158,8 +163,7 @@ _UVX = f"""while [ $# -gt 0 ]; do
 done
 program=$1
 shift
-if [ -x "{PREFIX}/bin/$program" ]; then program={PREFIX}/bin/$program; fi
-exec "$program" "$@"
+PATH={PREFIX}/bin:$PATH exec "$program" "$@"
 """
 _CURL = f"""#!/bin/sh
 case "$*" in *{_INSTALLER}*) exit 0 ;; esac

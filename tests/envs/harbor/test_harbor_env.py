@@ -395,9 +395,11 @@ def test_stand_ins_run_what_the_image_has_in_place_of_an_installation(sandboxes:
             f"set -e; PATH={STAND_INS}:$PATH; apt-get update; apt-get install -y curl\n"
             "curl -LsSf https://astral.sh/uv/0.9.5/install.sh | sh\n"
             "uvx -p 3.13 -w pytest==8.4.1 --with x pytest --ctrf out /tests/t.py -rA\nuv run --no-sync pytest one\n"
-            "cd /tmp; uv venv; uv pip install pytest; .venv/bin/pytest two"
+            "cd /tmp; uv venv; uv pip install pytest; .venv/bin/pytest two\n"
+            "uvx -w pip pytest three | cat; uvx sh -c 'command -v pytest'"
         )
-    assert done.output == "ran --ctrf out /tests/t.py -rA\nran one\nran two\n" and done.exit_code == 0
+    said = "ran --ctrf out /tests/t.py -rA\nran one\nran two\nran three\n"
+    assert done.output == f"{said}{PREFIX}/bin/pytest\n" and done.exit_code == 0
 
 
 def test_the_expert_speaks_both_sets_of_tools_and_marks_its_mistakes(sandboxes: None, tmp_path: Path) -> None:
