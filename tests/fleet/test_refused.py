@@ -133,7 +133,11 @@ def test_what_is_refused_leaves_nothing_on_the_nodes(
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("image", ["dir:/nowhere", "127.0.0.1:9/nobody/has:this"])
-def test_a_sandbox_whose_image_no_node_has_is_told_in_a_sentence(nodes: Nodes, image: str) -> None:
+def test_a_sandbox_whose_image_no_node_has_is_told_in_a_sentence(
+    nodes: Nodes, image: str, request: pytest.FixtureRequest
+) -> None:
+    if not image.startswith("dir:"):
+        request.getfixturevalue("docker_image")  # without a daemon that is what is told
     with RayEnvs("sandboxgym/SWEBench-v0", 2, dataset="mini", image=image, **WHERE) as envs:  # type: ignore[arg-type]
         with pytest.raises((ValueError, SandboxUnavailable), match=image) as caught:
             envs.take().reset(seed=1)
