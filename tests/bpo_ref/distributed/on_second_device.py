@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
-from bpo_ref import session, supervised, train
+from bpo_ref import supervised, train
 from bpo_ref.args import Args
-from bpo_ref.learning import packing
+from bpo_ref.learning import initial_models, packing
 from bpo_ref.learning.models import CausalLM, compute_in, load_policy, lowered_twin
 from bpo_ref.learning.rescore import rescore
 from bpo_ref.sampling import generate
@@ -161,7 +161,7 @@ def test_the_cpu_never_holds_the_weights_of_a_trainer_in_fp32(
         assert {weight.device for weight in found[0].parameters()} == {DEVICE}
         return found
 
-    on_device.setattr(session, "load_policy", counted)
+    on_device.setattr(initial_models, "load_policy", counted)
     trainer = trainer_of(tmp_path / "run", deep, **options)
     numbers = sum(weight.numel() for weight in trainer.session.policy.parameters())
     assert len(loaded) == 1 + ("kl" in options) and max(loaded) < numbers / 4
