@@ -200,7 +200,8 @@ def command_of(args: Args, folder: Path, *, cuda: bool) -> list[str]:
         cuda: whether it has a GPU.
     """
     command = [python_of(args), "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--enable-scale-out"]
-    command += ["--enable-prefix-caching", "--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
+    command += ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+    command += ["--logprobs-mode", "processed_logprobs", "--disable-uvicorn-access-log"]
     command += ["--dtype", args.dtype, "--max-model-len", str(args.context)]
     if cuda:
         command += ["--enable-sleep-mode", "--gpu-memory-utilization", str(args.server_memory)]

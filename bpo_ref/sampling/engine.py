@@ -204,7 +204,8 @@ def checked(answer: Answer, request: TurnRequest, *, engine: str, vocabulary: in
     stops = [place for place, token in enumerate(ids) if token in request.stop_ids]
     refuse(bool(stops) and stops[0] < count - 1, "no token after one that ends a turn", ids)
     refuse(not stops and count < request.limit, f"a token that ends the turn, or {request.limit} tokens", ids)
-    refuse(answer.cached is not None and answer.cached < 0, "a number of cached tokens", answer.cached)
+    most = len(request.ids)
+    refuse(answer.cached is not None and not 0 <= answer.cached <= most, f"0 to {most} cached tokens", answer.cached)
     refuse(len(answer.logps) != count, f"{count} log-probabilities", len(answer.logps))
     refuse(not all(_is_logp(logp) for logp in answer.logps), "finite log-probabilities", answer.logps)
     told = [span.version for span in answer.spans for _ in range(span.start, span.end)]

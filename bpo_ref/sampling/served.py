@@ -351,9 +351,6 @@ class ServedBackend:
 class ServedSession:
     """Conversations continued turn by turn by engines, with the weights at the time of `ServedBackend.open`."""
 
-    prefilled = None
-    """None: engines do not tell."""
-
     def __init__(self, backend: ServedBackend) -> None:
         if backend.fleet.version is None:
             raise StaleSession("the engines have no weights of this run yet")
@@ -366,6 +363,8 @@ class ServedSession:
         """First contexts of rows, and the places of their engines."""
         self._opened = 0
         self._turns = asyncio.Semaphore(MOST_REQUESTS)
+        self.prefilled: int | None = None
+        """Number of context tokens that were read, without those from prefix caches; None: engines do not tell."""
         self.reused: int | None = None
         """Number of context tokens from prefix caches; None: engines do not tell."""
 
@@ -443,9 +442,10 @@ class ServedSession:
     def _taken(self, rows: Sequence[int], answers: Sequence[Answer]) -> list[Generation]:
         """Turns of the answers, appended to their rows."""
         for row, answer in zip(rows, answers, strict=True):
+            if answer.cached is not None:
+                self.prefilled = (self.prefilled or 0) + len(self._rows[row]) - answer.cached
+                self.reused = (self.reused or 0) + answer.cached
             self._rows[row].extend(answer.ids)
-        if (cached := [answer.cached for answer in answers if answer.cached is not None]) or self.reused is not None:
-            self.reused = (self.reused or 0) + sum(cached)
         return self._measured(rows, answers)
 
     def _measured(self, rows: Sequence[int], answers: Sequence[Answer]) -> list[Generation]:

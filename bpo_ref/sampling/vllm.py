@@ -40,7 +40,7 @@ OLDEST = (0, 32)
 """First version of vLLM that tells the version of the weights of every token."""
 SERVE = (
     "VLLM_SERVER_DEV_MODE=1 vllm serve FOLDER --enable-scale-out --enable-prefix-caching "
-    "--logprobs-mode processed_logprobs"
+    "--enable-prompt-tokens-details --logprobs-mode processed_logprobs"
 )
 """Command that starts a server; FOLDER is what ``python -m bpo_ref.sampling.weights MODEL FOLDER`` writes."""
 SERVE_ADAPTERS = "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 " + SERVE + " --enable-lora --max-lora-rank RANK"

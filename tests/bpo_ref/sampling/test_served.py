@@ -181,7 +181,7 @@ def versions(*spans: tuple[str, int, int]) -> Callable[[dict[str, Any]], None]:
     return change
 
 
-CACHED, LESS = ({"prompt_tokens_details": {"cached_tokens": count}} for count in ("many", -3))
+CACHED, LESS, MORE = ({"prompt_tokens_details": {"cached_tokens": count}} for count in ("many", -3, 4))
 
 FAULTS: dict[str, tuple[Fault, str]] = {  # and what the error names, if it goes on
     "it fails": (Fault(status=500, body=b'{"error": "CUDA"}'), "status 500.*CUDA"),
@@ -209,7 +209,8 @@ FAULTS: dict[str, tuple[Fault, str]] = {  # and what the error names, if it goes
     "a number of hundreds of digits": (spoiled(lambda answer: place(answer).update(logprob=-(10**400))), "finite log"),
     "text for a number": (spoiled(lambda answer: place(answer).update(logprob="-1")), "expected a number, found '-1'"),
     "text for a count": (spoiled(lambda answer: answer.update(usage=CACHED)), "a whole number, found 'many'"),
-    "a count below 0": (spoiled(lambda answer: answer.update(usage=LESS)), "a number of cached tokens, found -3"),
+    "a count below 0": (spoiled(lambda answer: answer.update(usage=LESS)), "0 to 3 cached tokens, found -3"),
+    "more than the context": (spoiled(lambda answer: answer.update(usage=MORE)), "0 to 3 cached tokens, found 4"),
     "a hundred thousand brackets": (Fault(body=b"[" * 100000), "expected JSON"),
     "no version": (spoiled(lambda answer: choice(answer).update(weight_versions=None)), "vLLM 0.32 or newer"),
     "a version of some tokens": (spoiled(versions(("v0", 0, 1))), "version of the weights of every token"),
@@ -235,6 +236,19 @@ def test_an_answer_that_is_none_is_asked_for_again_and_never_taken(name: str) ->
         with pytest.raises(EngineError, match=rf"{server.url}.*{named}.*asked 3 times"):
             session.generate([0], streams(1))
         assert session.context(0) == rows[0]
+
+
+def test_tokens_from_prefix_caches_are_counted_where_servers_tell() -> None:
+    model = llama()
+    with FakeServer(model) as server:
+        session = session_of(fleet_of(server), model, [[5, 6, 8], [5, 6, 8, 9]])
+        session.generate([0, 1], streams(2))
+        assert session.prefilled is None and session.reused is None
+        told = {"prompt_tokens_details": {"cached_tokens": 2}}
+        server.fault = lambda number: spoiled(lambda answer: answer.update(usage=told))
+        lengths = [len(session.context(row)) for row in (0, 1)]
+        session.generate([0, 1], streams(2))
+        assert (session.prefilled, session.reused) == (sum(lengths) - 4, 4)
 
 
 @pytest.mark.parametrize("fault", [Fault(latency=60.0), Fault(trickle=True)], ids=["silent", "byte by byte"])

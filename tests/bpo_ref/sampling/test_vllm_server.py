@@ -40,8 +40,9 @@ PYTHON = os.environ.get("SANDBOXGYM_VLLM", "")
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("vllm")]
 VLLM = ("-m", "vllm.entrypoints.cli.main")
 OPTIONS = (
-    "--enable-scale-out", "--enable-prefix-caching", "--logprobs-mode", "processed_logprobs", "--dtype", "float32",
-    "--enforce-eager", "--max-model-len", "160", "--host", "127.0.0.1",
+    "--enable-scale-out", "--enable-prefix-caching", "--enable-prompt-tokens-details", "--dtype", "float32",
+    "--logprobs-mode", "processed_logprobs", "--enforce-eager", "--block-size", "32",
+    "--max-model-len", "160", "--host", "127.0.0.1",
 )  # fmt: skip
 SETTINGS = {
     "VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -170,6 +171,8 @@ def test_a_run_learns_from_its_turns(
     given = dict(options)
     trainer_of(untied if given.pop("untied", False) else folder, tmp_path, server, **given).run()
     assert_little_mismatch(tmp_path)
+    for update in updates_of(tmp_path):  # later turns begin with what the server has read for earlier ones
+        assert update["rollout/prefilled_tokens"] > 0 and update["rollout/reused_tokens"] > 0
 
 
 def assert_little_mismatch(out: Path) -> None:
