@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -193,45 +194,38 @@ def reached(
     Raises:
         ConfigError: one is not there, or serves something else.
     """
-    out = Path(args.out)
+    out, own, engines = Path(args.out), None, None
+    start = [colocated.start_folder(args)] if args.colocated else []
+    with _published_only_if_it_succeeds(out, accelerator):
+        if args.colocated:
+            if accelerator.is_main_process:
+                say(f"{'server':<12} vLLM starts here; its log is in {out / 'servers'}")
+                folder.published(out, *start)
+            own, engines = colocated.started(args, model, tokenizer, accelerator, gather)
+        size, device = model.config.vocab_size, accelerator.device
+        publisher = publisher_of(args, tokenizer, chat, vocabulary=size, engines=engines, device=device)
+        if accelerator.is_main_process:
+            folder.published(out, publisher.writes, *start)
+        sleeps = args.server_sleeps or (args.colocated and accelerator.device.type == "cuda")
+        found = Servers(publisher, accelerator, sharded=sharded, sleeps=sleeps, own=own)
+        try:
+            all_refuse(accelerator, partial(difference, publisher.fleet, args, tokenizer, chat, sleeps=sleeps))
+            if own is not None:
+                found.left()  # asleep before the optimizer is made
+        except BaseException:
+            found.close()
+            raise
+        return found
+
+
+@contextmanager
+def _published_only_if_it_succeeds(out: Path, accelerator: Accelerator) -> Iterator[None]:
+    """Remove what was written for servers: first that of a start that was killed, then that of this one if it fails."""
     if accelerator.is_main_process:
-        folder.remove_published(out)  # of a start that was killed
+        folder.remove_published(out)
     try:
-        return _compared(args, model, tokenizer, chat, accelerator, gather, sharded=sharded)
+        yield
     except BaseException:
         if accelerator.is_main_process:
             folder.remove_published(out)
         raise
-
-
-def _compared(
-    args: Args,
-    model: CausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    chat: ChatFormat,
-    accelerator: Accelerator,
-    gather: Callable[[list[Any]], list[Any]],
-    *,
-    sharded: bool,
-) -> Servers:
-    out, own, engines = Path(args.out), None, None
-    start = [colocated.start_folder(args)] if args.colocated else []
-    if args.colocated:
-        if accelerator.is_main_process:
-            say(f"{'server':<12} vLLM starts here; its log is in {out / 'servers'}")
-            folder.published(out, *start)
-        own, engines = colocated.started(args, model, tokenizer, accelerator, gather)
-    size, device = model.config.vocab_size, accelerator.device
-    publisher = publisher_of(args, tokenizer, chat, vocabulary=size, engines=engines, device=device)
-    if accelerator.is_main_process:
-        folder.published(out, publisher.writes, *start)
-    sleeps = args.server_sleeps or (args.colocated and accelerator.device.type == "cuda")
-    found = Servers(publisher, accelerator, sharded=sharded, sleeps=sleeps, own=own)
-    try:
-        all_refuse(accelerator, partial(difference, publisher.fleet, args, tokenizer, chat, sleeps=sleeps))
-        if own is not None:
-            found.left()  # asleep before the optimizer is made
-    except BaseException:
-        found.close()
-        raise
-    return found
