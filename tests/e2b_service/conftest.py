@@ -18,6 +18,8 @@ import pytest
 from components import missing
 from sandbox.sandboxes import check
 
+from sandboxgym.sandbox.overlay import kernel
+
 ROOT = Path(__file__).parents[2]
 KEYS = ("e2b_first", "e2b_second")
 
@@ -64,7 +66,14 @@ def start(folder: Path, *options: str, keys: tuple[str, ...] = KEYS) -> Server:
     environment.pop("SANDBOXGYM_E2B_KEYS", None)
     if "--no-key" not in options:
         command += ["--keys", str(folder / "keys")]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=folder)
+    process = subprocess.Popen(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        preexec_fn=kernel.die_with_parent,  # of a worker that is interrupted and leaves its fixtures as they are
+    )
     assert process.stdout is not None
     first = process.stdout.readline()
     match = re.search(r"http://[\d.]+:\d+", first)
