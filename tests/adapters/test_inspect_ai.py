@@ -1,8 +1,13 @@
-"""Inspect's own checks of sandbox providers on ours, an evaluation with a scripted model, and a fork in a solver."""
+"""Inspect's own checks of sandbox providers on ours, an evaluation with a scripted model, and a fork in a solver.
+
+The checks run twice, and so do the tests with the same fixture: as root, and with another default user.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import shutil
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -22,9 +27,13 @@ ROOT_MAY = {
     "test_read_file_not_allowed": "root reads everything",
     "test_write_text_file_without_permissions": "root writes everything",
     "test_write_binary_file_without_permissions": "root writes everything",
-    "test_exec_as_user": "a sandbox has no user but root",
 }
 """Checks that do not hold where commands run as root."""
+FOR_ADDUSER = """\
+mkdir -p /etc/skel /etc/pam.d
+printf '%s sufficient pam_permit.so\n' auth account password session > /etc/pam.d/other
+"""
+"""Makes what Debian's adduser needs of a Debian's /etc: the one above this machine's tool chain is almost empty."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,17 +48,30 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture
+@pytest.fixture(params=[None, "nobody"], ids=["root", "nobody"])
 async def sandbox_env(request: pytest.FixtureRequest) -> AsyncIterator[Any]:
+    if request.param is None and (reason := ROOT_MAY.get(request.node.originalname)) is not None:
+        request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
+    async with environment(user=request.param) as made:
+        if request.node.originalname == "test_exec_as_user":
+            if shutil.which("adduser") is None:
+                missing("adduser", "there is no adduser on this machine")
+            await made.exec(["bash", "-c", FOR_ADDUSER], user="root")
+        yield made
+    assert made.sandbox.closed
+
+
+@contextlib.asynccontextmanager
+async def environment(backend: str = "overlay", **options: Any) -> AsyncIterator[Any]:
+    """An environment as a sample has it."""
     from sandboxgym.adapters.inspect_ai import SandboxConfig, SandboxgymEnvironment
 
-    if (reason := ROOT_MAY.get(request.node.originalname)) is not None:
-        request.node.add_marker(pytest.mark.xfail(reason=reason, strict=True))
-    config = SandboxConfig(backend="overlay")
+    config = SandboxConfig(backend=backend, **options)
     made = await SandboxgymEnvironment.sample_init("checks", config, {})
-    yield made["default"]
-    await SandboxgymEnvironment.sample_cleanup("checks", config, made, False)
-    assert made["default"].sandbox.closed
+    try:
+        yield made["default"]
+    finally:
+        await SandboxgymEnvironment.sample_cleanup("checks", config, made, False)
 
 
 async def test_words_are_passed_as_they_are(sandbox_env: Any) -> None:
@@ -71,7 +93,7 @@ async def test_a_directory_that_was_removed_is_an_exit_code(sandbox_env: Any) ->
     from sandboxgym.adapters.inspect_ai import SandboxgymEnvironment
     from sandboxgym.sandbox.sandbox import make_sandbox
 
-    await sandbox_env.exec(["mkdir", "/work"])
+    await sandbox_env.exec(["mkdir", "/work"], user="root")
     snapshot = sandbox_env.sandbox.snapshot()
     with make_sandbox("overlay", workdir="/work") as sandbox:
         sandbox.restore(snapshot)
