@@ -65,4 +65,4 @@ def _entries(text: str, fields: int) -> list[list[str]]:
 
 
 def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and int(text) <= _LARGEST
+    return text.isascii() and text.isdecimal() and len(text) <= 10 and int(text) <= _LARGEST

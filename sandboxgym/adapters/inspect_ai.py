@@ -47,6 +47,7 @@ _NOT_STARTED = 126  # the exit code of Docker's exec
 _FILE_SECONDS = 600  # in which a user has read or written a file
 _SYSTEM = "/usr/sbin:/usr/bin:/sbin:/bin"
 """PATH of the adapter's own programs: that of an image may hold a user's directory, whose programs root would run."""
+_BASH = ("bash", "--norc", "--noprofile", "-c")
 _FACTS = f"""printf '\\0%s' "$PWD" "$EUID" "$PATH" "$(PATH={_SYSTEM}; type -P bash)"
 """
 _RUN = """\
@@ -122,9 +123,11 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
         """
 
         def made() -> SandboxgymEnvironment:
-            directory, uid, path, bash = sandbox.start().run(_FACTS).output.split("\0")[-4:]
-            found = path if bash.strip() else None
-            environment = cls(sandbox, directory, user=user, uid=int(uid), path=found)
+            output = sandbox.start().run(_FACTS).output
+            if output.count("\0") < 4:
+                raise SandboxUnavailableError(f"no command runs in this sandbox: {output}")
+            directory, uid, path, bash = output.split("\0")[-4:]
+            environment = cls(sandbox, directory, user=user, uid=int(uid), path=path if bash.strip() else None)
             environment._settle()
             return environment
 
@@ -250,7 +253,7 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
             OSError: as `open` would.
         """
         env = {**self._own, "LC_ALL": "C"}
-        cmd = ["bash", "--norc", "--noprofile", "-c", script, "bash", *words]
+        cmd = [*_BASH, script, "bash", *words]
         with self._command(cmd, input, "/", env, None, _FILE_SECONDS, stop) as (result, folder):
             if result.exit_code:
                 raise _os_error((self._output(f"{folder}/err") + result.output).strip(), words[0])
@@ -356,7 +359,8 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
         if account is None:
             self.user = None
             return
-        with self._command(["test", "-w", "."], None, self.directory, {}, None, None, Stop()) as (result, _):
+        look = [*_BASH, "[[ -w . ]]"]
+        with self._command(look, None, self.directory, self._own, None, None, Stop()) as (result, _):
             if result.exit_code == 0:
                 return
         self.directory = posixpath.normpath(f"/home/{account.name}")
