@@ -184,7 +184,7 @@ class SandboxgymEnvironment(SandboxEnvironment):  # type: ignore[misc]
         return await self._in_turn(self._run, cmd, input, where, env or {}, user, timeout, stop, stop=stop)
 
     async def write_file(self, file: str, contents: str | bytes) -> None:
-        """Write a file as the default user. A file that exists keeps its mode, but for root, who gives it mode 644."""
+        """Write a file as the default user. Without one, a file that exists gets mode 644, too."""
         path, data = self._path(file), contents.encode() if isinstance(contents, str) else contents
         if self.user is None:
             await self._in_turn(self.sandbox.write_file, path, data)
