@@ -136,6 +136,10 @@ def _reloaded(scene: Scene, snap: Any, file: Path) -> Any:
     return scene.adopt(type(snap).load(file), f"type({name}).load('/tmp/snapshot')")
 
 
+FORKED = 6
+"""Snapshots that are restored each in a fork of its own, where an environment waits for something."""
+
+
 @check(
     "durable.cross_process",
     level=5,
@@ -146,8 +150,8 @@ def _reloaded(scene: Scene, snap: Any, file: Path) -> Any:
 )
 def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Carries snapshots (by save and load, or by their bytes; every third one pickled, unless it refuses that) to new
-    interpreters with other hash seeds, working directory and environment variables, restores them there, and compares
-    the whole future.
+    interpreters with other hash seeds, working directory and environment variables, restores them there (in the first
+    each in a fork, where nothing came before; in the others in other orders), and compares the whole future.
     """
     compared = 0
     with Scene(subject) as scene, folder() as path:
@@ -172,18 +176,27 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
         children = [
             other_process.Child(seed, str(path) if number else None, other) for number, seed in enumerate(seeds)
         ]
+        # What one of them restores and plays may prepare a process for the next: one forks for each, so that it is the
+        # first; the others meet them in other orders, one after an episode of its own.
+        orders = [rng.permutation(len(jobs)).tolist() for _ in children]
+        orders[0] = orders[0][: FORKED if budget.waits else len(jobs)]
+        batches = [[*(jobs[at] for at in order), alone] for order in orders]
+        batches[-1] = [alone, *batches[-1]]
         try:
-            started = [other_process.start(subject, [*jobs, alone], child) for child in children]
+            started = [
+                other_process.start(subject, batch, child, separate=not number)
+                for number, (batch, child) in enumerate(zip(batches, children))
+            ]
         except other_process.Unreachable as error:
             raise Skipped(f"another process cannot make the environment: {error}") from None
-        for child, process in zip(children, started):
+        for number, (child, process, order) in enumerate(zip(children, started, orders)):
             try:
                 answers = other_process.finish(process)
-            except other_process.Unreachable as error:
-                raise Skipped(f"another process cannot make the environment: {error}") from None
-            except other_process.Broken as error:
-                if child.folder and _relative(subject, alone, child):
-                    continue  # it is made from relative paths, which is no matter of snapshots
+            except (other_process.Unreachable, other_process.Broken) as error:
+                if _works_not(subject, alone, child, separate=not number):
+                    if number and isinstance(error, other_process.Unreachable):
+                        raise Skipped(f"another process cannot make the environment: {error}") from None
+                    continue  # it works after no fork, or is made from relative paths, which is no matter of snapshots
                 message = str(error).strip()
                 raise Failed(
                     f"another process cannot restore the snapshot: {message.splitlines()[-1]}", {"there": message}
@@ -191,7 +204,8 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
             unlike = walk.control.repeatable and first_difference(
                 other_process.stateless(walk.expected[: walk.end]), other_process.stateless(answers[-1])
             )
-            for (origin, point), outcomes in zip(parcels, answers):
+            for at, outcomes in zip(order, answers[-1 - len(order) : -1]):
+                origin, point = parcels[at]
                 compared += _same_there(scene, origin, point, outcomes, child, bool(unlike))
     return {
         "processes": len(children),
@@ -347,10 +361,10 @@ def _same_there(
     return len(pairs)
 
 
-def _relative(subject: Subject, job: other_process.Job, child: other_process.Child) -> bool:
-    """True if the environment cannot be made and played in another working directory."""
+def _works_not(subject: Subject, job: other_process.Job, child: other_process.Child, *, separate: bool) -> bool:
+    """True if the environment cannot be made and played there even without snapshots."""
     try:
-        other_process.run(subject, [job], child)
+        other_process.run(subject, [job], child, separate=separate)
     except (other_process.Broken, other_process.Unreachable):
         return True
     return False
