@@ -335,6 +335,7 @@ def _in_fork(subject: Subject, job: Job) -> list[Outcome]:
     child = os.fork()
     if child == 0:
         status = 1
+        answer: tuple[str, Any]
         try:
             os.close(reading)
             try:
