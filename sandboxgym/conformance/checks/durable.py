@@ -30,7 +30,7 @@ from sandboxgym.conformance.harness.scenario import (
     show_outcome,
 )
 from sandboxgym.conformance.subject import Control, Outcome, Subject, methods, restore, snapshot
-from sandboxgym.conformance.supervision import scratch
+from sandboxgym.conformance.supervision import pulse, scratch
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
 
@@ -136,8 +136,8 @@ def _reloaded(scene: Scene, snap: Any, file: Path) -> Any:
     return scene.adopt(type(snap).load(file), f"type({name}).load('/tmp/snapshot')")
 
 
-FORKED = 6
-"""Snapshots that are restored each in a fork of its own, where an environment waits for something."""
+FIRST = 6
+"""Snapshots that are each the first that a new process restores."""
 
 
 @check(
@@ -150,8 +150,8 @@ FORKED = 6
 )
 def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Carries snapshots (by save and load, or by their bytes; every third one pickled, unless it refuses that) to new
-    interpreters with other hash seeds, working directory and environment variables, restores them there (in the first
-    each in a fork, where nothing came before; in the others in other orders), and compares the whole future.
+    interpreters with other hash seeds, working directory and environment variables, restores them there (in two of them
+    all, in other orders; some in interpreters of their own, where nothing came before), and compares the whole future.
     """
     compared = 0
     with Scene(subject) as scene, folder() as path:
@@ -176,31 +176,29 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
         children = [
             other_process.Child(seed, str(path) if number else None, other) for number, seed in enumerate(seeds)
         ]
-        # What one of them restores and plays may prepare a process for the next: one forks for each, so that it is the
-        # first; the others meet them in other orders, one after an episode of its own.
-        orders = [rng.permutation(len(jobs)).tolist() for _ in children]
-        orders[0] = orders[0][: FORKED if budget.waits else len(jobs)]
-        batches = [[*(jobs[at] for at in order), alone] for order in orders]
-        batches[-1] = [alone, *batches[-1]]
+        # What a process restores and plays may prepare it for what comes next.
+        first, *orders = (rng.permutation(len(jobs)).tolist() for _ in children)
+        tasks = [(child, order, [*(jobs[at] for at in order), alone]) for child, order in zip(children[1:], orders)]
+        tasks[-1][2].insert(0, alone)  # after an episode of its own
+        tasks += [(children[0], [at], [jobs[at], alone]) for at in first[: 2 if budget.waits else FIRST]]
         try:
-            started = [
-                other_process.start(subject, batch, child, separate=not number)
-                for number, (batch, child) in enumerate(zip(batches, children))
-            ]
+            started = [other_process.start(subject, batch, child) for child, _, batch in tasks[: len(orders)]]
         except other_process.Unreachable as error:
             raise Skipped(f"another process cannot make the environment: {error}") from None
-        for number, (child, process, order) in enumerate(zip(children, started, orders)):
+        for number, (child, order, batch) in enumerate(tasks):
             try:
+                process = started[number] if number < len(started) else other_process.start(subject, batch, child)
                 answers = other_process.finish(process)
-            except (other_process.Unreachable, other_process.Broken) as error:
-                if _works_not(subject, alone, child, separate=not number):
-                    if number and isinstance(error, other_process.Unreachable):
-                        raise Skipped(f"another process cannot make the environment: {error}") from None
-                    continue  # it works after no fork, or is made from relative paths, which is no matter of snapshots
+            except other_process.Unreachable as error:
+                raise Skipped(f"another process cannot make the environment: {error}") from None
+            except other_process.Broken as error:
+                if child.folder and _relative(subject, alone, child):
+                    continue  # it is made from relative paths, which is no matter of snapshots
                 message = str(error).strip()
                 raise Failed(
                     f"another process cannot restore the snapshot: {message.splitlines()[-1]}", {"there": message}
                 ) from None
+            pulse.beat()
             unlike = walk.control.repeatable and first_difference(
                 other_process.stateless(walk.expected[: walk.end]), other_process.stateless(answers[-1])
             )
@@ -208,7 +206,7 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
                 origin, point = parcels[at]
                 compared += _same_there(scene, origin, point, outcomes, child, bool(unlike))
     return {
-        "processes": len(children),
+        "processes": len(tasks),
         "calls compared": compared,
         "carried by": jobs[0].restored[0],
         "pickled": sum(job.restored[0] == "pickle" for job in jobs),
@@ -361,10 +359,10 @@ def _same_there(
     return len(pairs)
 
 
-def _works_not(subject: Subject, job: other_process.Job, child: other_process.Child, *, separate: bool) -> bool:
-    """True if the environment cannot be made and played there even without snapshots."""
+def _relative(subject: Subject, job: other_process.Job, child: other_process.Child) -> bool:
+    """True if the environment cannot be made and played in another working directory."""
     try:
-        other_process.run(subject, [job], child, separate=separate)
+        other_process.run(subject, [job], child)
     except (other_process.Broken, other_process.Unreachable):
         return True
     return False
