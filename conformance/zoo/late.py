@@ -76,6 +76,52 @@ class TreesStay(Orchard):
         self.day, self.water = state["day"], state["water"]
 
 
+@good()
+class Winch(SnapshotEnv[Any, int]):
+    """A winch that one of three motors turns; one that has turned it for 60 days without a break leaves a notch."""
+
+    metadata = {"render_modes": []}
+
+    def __init__(self) -> None:
+        self.observation_space = spaces.Box(0, 1000, (2,), np.int64)
+        self.action_space = spaces.Discrete(3)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        super().reset(seed=seed)
+        self.day, self.motor, self.turned = 0, -1, 0
+        self.notches: list[int] = []
+        return self.observation(), self.info()
+
+    def observation(self) -> Any:
+        return np.array([self.day, self.turned])
+
+    def info(self) -> dict[str, Any]:
+        return {"notches": list(self.notches)}
+
+    def step(self, action: int) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.day += 1
+        self.turned = self.turned + 1 if action == self.motor else 1
+        self.motor = int(action)
+        if self.turned == 60:
+            self.notches.append(self.day)
+        return self.observation(), float(len(self.notches)), False, self.day >= 300, self.info()
+
+    def _capture(self) -> Any:
+        return {"day": self.day, "motor": self.motor, "turned": self.turned, "notches": self.notches}
+
+    def _apply(self, state: Any) -> None:
+        self.day, self.motor, self.turned = state["day"], state["motor"], state["turned"]
+        self.notches = state["notches"]
+
+
+@mutant("what comes of one action repeated for long is not captured", "restore.coverage")
+class NotchesForgotten(Winch):
+    """A restored winch has no notches."""
+
+    def _capture(self) -> Any:
+        return {**super()._capture(), "notches": []}
+
+
 @mutant("the table of snapshots forgets the oldest", "restore.many_held")
 class TableForgets(Corridor):
     """The captured states are in a table of the latest 800; a handle is a key, of the oldest where it is gone."""

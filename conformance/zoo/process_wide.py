@@ -15,11 +15,11 @@ import resource
 import sys
 import threading
 import warnings
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from zoo.corridor import Corridor
+from zoo.corridor import TAKE, Corridor, State
 from zoo.dice import Dice
 from zoo.mutant import mutant
 
@@ -153,3 +153,21 @@ class StepLocale(Corridor):
     def step(self, action: int) -> Any:
         locale.setlocale(locale.LC_NUMERIC, "C.UTF-8")
         return super().step(action)
+
+
+@mutant("a snapshot has numbers of a table that each process fills in its own order", "durable.cross_process")
+class NumberedCoins(Corridor):
+    """The purse is saved as numbers of coins, which a process gives them when it first sees one taken."""
+
+    seen: ClassVar[list[int]] = []
+
+    def act(self, action: int) -> None:
+        super().act(action)
+        if action == TAKE:
+            self.seen += [coin for coin in self.state["purse"] if coin not in self.seen]
+
+    def _capture(self) -> State:
+        return {**self.state, "purse": [self.seen.index(coin) for coin in self.state["purse"]]}
+
+    def _apply(self, state: State) -> None:
+        self.state = {**state, "purse": [self.seen[number] for number in state["purse"]]}

@@ -30,7 +30,7 @@ from sandboxgym.conformance.harness.scenario import (
     show_outcome,
 )
 from sandboxgym.conformance.subject import Control, Outcome, Subject, methods, restore, snapshot
-from sandboxgym.conformance.supervision import scratch
+from sandboxgym.conformance.supervision import pulse, scratch
 from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
 
@@ -136,6 +136,10 @@ def _reloaded(scene: Scene, snap: Any, file: Path) -> Any:
     return scene.adopt(type(snap).load(file), f"type({name}).load('/tmp/snapshot')")
 
 
+FIRST = 6
+"""Snapshots that are each the first that a new process restores."""
+
+
 @check(
     "durable.cross_process",
     level=5,
@@ -146,8 +150,8 @@ def _reloaded(scene: Scene, snap: Any, file: Path) -> Any:
 )
 def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Carries snapshots (by save and load, or by their bytes; every third one pickled, unless it refuses that) to new
-    interpreters with other hash seeds, working directory and environment variables, restores them there, and compares
-    the whole future.
+    interpreters with other hash seeds, working directory and environment variables, restores them there (in two of them
+    all, in other orders; some in interpreters of their own, where nothing came before), and compares the whole future.
     """
     compared = 0
     with Scene(subject) as scene, folder() as path:
@@ -172,12 +176,18 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
         children = [
             other_process.Child(seed, str(path) if number else None, other) for number, seed in enumerate(seeds)
         ]
+        # What a process restores and plays may prepare it for what comes next.
+        first, *orders = (rng.permutation(len(jobs)).tolist() for _ in children)
+        tasks = [(child, order, [*(jobs[at] for at in order), alone]) for child, order in zip(children[1:], orders)]
+        tasks[-1][2].insert(0, alone)  # after an episode of its own
+        tasks += [(children[0], [at], [jobs[at], alone]) for at in first[: 2 if budget.waits else FIRST]]
         try:
-            started = [other_process.start(subject, [*jobs, alone], child) for child in children]
+            started = [other_process.start(subject, batch, child) for child, _, batch in tasks[: len(orders)]]
         except other_process.Unreachable as error:
             raise Skipped(f"another process cannot make the environment: {error}") from None
-        for child, process in zip(children, started):
+        for number, (child, order, batch) in enumerate(tasks):
             try:
+                process = started[number] if number < len(started) else other_process.start(subject, batch, child)
                 answers = other_process.finish(process)
             except other_process.Unreachable as error:
                 raise Skipped(f"another process cannot make the environment: {error}") from None
@@ -188,13 +198,15 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
                 raise Failed(
                     f"another process cannot restore the snapshot: {message.splitlines()[-1]}", {"there": message}
                 ) from None
+            pulse.beat()
             unlike = walk.control.repeatable and first_difference(
                 other_process.stateless(walk.expected[: walk.end]), other_process.stateless(answers[-1])
             )
-            for (origin, point), outcomes in zip(parcels, answers):
+            for at, outcomes in zip(order, answers[-1 - len(order) : -1]):
+                origin, point = parcels[at]
                 compared += _same_there(scene, origin, point, outcomes, child, bool(unlike))
     return {
-        "processes": len(children),
+        "processes": len(tasks),
         "calls compared": compared,
         "carried by": jobs[0].restored[0],
         "pickled": sum(job.restored[0] == "pickle" for job in jobs),

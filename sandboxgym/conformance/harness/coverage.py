@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -33,6 +34,12 @@ DEATHS = 60
 """Ends in a row without a longer episode, after which the search for one gives up."""
 PLACES = 48
 """Observations that count as different places to continue from."""
+RUNS = (10, 50, 250)
+"""Mean numbers of steps for which stubborn players repeat an action, in turn, with a quarter of the calls: some states
+come of doing the same for long, which random players never do.
+"""
+STUBBORN = 0.2
+"""Share of the bursts from a moment that repeat its last action."""
 
 Feature = tuple[Any, ...]
 
@@ -140,6 +147,15 @@ def keys(outcome: Outcome) -> tuple[str, ...]:
     return tuple(show(key) for key, _ in items)
 
 
+def _sizes(outcome: Outcome) -> Iterator[Feature]:
+    """Sizes of the containers in an outcome's info."""
+    info = outcome.info
+    items = info[1] if isinstance(info, tuple) and len(info) == 2 and isinstance(info[1], Items) else ()
+    for key, value in items:
+        if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], tuple):
+            yield ("size", show(key), len(value[1]))
+
+
 def _true(value: Any) -> bool:
     return show(value).rstrip("_").endswith("True")
 
@@ -164,6 +180,7 @@ def _news(control: Control, seen: set[Feature]) -> Iterator[int]:
         op, outcome = control.ops[index], control.outcomes[index]
         features: set[Feature] = {("action", kind(op.value)), ("raised", outcome.raised)}
         features |= {("info", key) for key in keys(outcome)}
+        features |= {size for size in _sizes(outcome) if sum(each[:2] == size[:2] for each in seen) < VALUES}
         if sum(feature[0] == "reward" for feature in seen) < VALUES:
             features.add(("reward", outcome.reward))
         if features - seen:
@@ -186,6 +203,8 @@ def _features(action: Any, raw: tuple[Any, ...], total: float) -> Iterator[Featu
             yield ("key", str(key))
             if value is None or isinstance(value, (bool, np.bool_)) or (isinstance(value, str) and len(value) < 80):
                 yield ("value", str(key), str(value))
+            elif isinstance(value, (list, tuple, dict, set, frozenset)):
+                yield ("value", str(key), len(value))
     if not isinstance(observation, np.ndarray) or observation.dtype.kind != "f":
         yield ("place", mark(canonical(observation)))
 
@@ -220,6 +239,10 @@ class _Search:
                 try:
                     for _ in range(4):
                         self._episode(env)
+                    for number in itertools.count():
+                        if self.late() or (number >= len(RUNS) and self.calls >= self.most / 4):
+                            break
+                        self._episode(env, RUNS[number % len(RUNS)])
                     if self.index == 0:
                         self._survive(env)
                     self._explore(env)
@@ -242,6 +265,9 @@ class _Search:
 
     def _act(self, env: AnyEnv, raw: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...] | None]:
         action = choose(self.subject, self.space, raw[0], raw[4], self.rng, bool(self.rng.random() < 0.6))
+        return self._again(env, action)
+
+    def _again(self, env: AnyEnv, action: Any) -> tuple[Any, tuple[Any, ...] | None]:
         self.calls += 1
         try:
             return action, env.step(copy.deepcopy(action))
@@ -269,12 +295,19 @@ class _Search:
             self.paths["length", len(path)] = (path, seen)
         return news, seen
 
-    def _episode(self, env: AnyEnv) -> None:
+    def _episode(self, env: AnyEnv, length: int = 1) -> None:
+        """Play one episode, in which an action is repeated for ``length`` steps on average."""
         raw, total = self._reset(env), 0.0
         path: tuple[Any, ...] = ()
         seen: frozenset[Feature] = frozenset()
+        left = 0
         while raw is not None and len(path) < self.longest and not self.late():
-            action, raw = self._act(env, raw)
+            if left:
+                action, raw = self._again(env, path[-1])
+            else:
+                action, raw = self._act(env, raw)
+                left = int(self.rng.geometric(1 / length))
+            left -= 1
             path = (*path, action)
             if raw is None:
                 return
@@ -331,10 +364,11 @@ class _Search:
             restore(env, moment.snap)
             path, total, seen = moment.path, moment.total, moment.seen
             current: tuple[Any, ...] | None = moment.raw
-            for _ in range(min(30, int(self.rng.geometric(0.15)))):
+            stubborn = path and self.rng.random() < STUBBORN
+            for _ in range(min(30, int(self.rng.geometric(0.15))) if not stubborn else 3 * RUNS[0]):
                 if current is None or current[2] or current[3] or len(path) >= self.longest:
                     break
-                action, current = self._act(env, current)
+                action, current = self._again(env, path[-1]) if stubborn else self._act(env, current)
                 path = (*path, action)
                 if current is None:
                     break

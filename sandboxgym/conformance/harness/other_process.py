@@ -335,10 +335,15 @@ def _in_fork(subject: Subject, job: Job) -> list[Outcome]:
     child = os.fork()
     if child == 0:
         status = 1
+        answer: tuple[str, Any]
         try:
             os.close(reading)
+            try:
+                answer = ("outcomes", list(_outcomes(subject, job)))
+            except Exception:
+                answer = ("unreachable", f"it fails in a forked process: {traceback.format_exc()[-4000:]}")
             with os.fdopen(writing, "wb") as pipe:
-                pickle.dump(list(_outcomes(subject, job)), pipe)
+                pickle.dump(answer, pipe)
             status = 0
         finally:
             os._exit(status)
@@ -348,7 +353,7 @@ def _in_fork(subject: Subject, job: Job) -> list[Outcome]:
     os.waitpid(child, 0)
     if not content:
         raise Unreachable("the environment does not work in a forked process")
-    return pickle.loads(content)  # type: ignore[no-any-return]
+    return _answer(*pickle.loads(content))
 
 
 def subject_of(spec: MakeSpec, registration: Any, hooks: Mapping[str, Any]) -> Subject:

@@ -14,6 +14,8 @@ ASIDE = {
     "hostile": "check of hostile commands",
 }
 """Themes whose failures do not show that a restored state is wrong."""
+COMPARE = ("restore.", "fork.", "durable.round_trip", "durable.cross_process", "durable.saver_gone")
+"""Checks, by the beginning of their names, that compare restored states with what they should be."""
 COUNTS = (
     "restores of one",
     "restores",
@@ -69,9 +71,7 @@ def headline(report: Mapping[str, Any]) -> Headline:
         why = reasons[0].removeprefix(NOT_RUN)
         text = f"Not certified: {len(reasons)} of {total} checks did not run, for {why}"
         return Headline(text, "fail" if failed else "inconclusive")
-    compared = any(
-        result["id"].startswith(("restore.", "fork.")) and result["verdict"] == "PASS" for result in report["results"]
-    )
+    compared = any(result["id"].startswith(COMPARE) and result["verdict"] == "PASS" for result in report["results"])
     faithful = "Snapshots faithful" if compared else "Restored states were not compared"
     if aside:
         kinds = {theme: aside.count(theme) for theme in ASIDE if theme in aside}
