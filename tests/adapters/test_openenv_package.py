@@ -137,7 +137,9 @@ def test_verifiers_rolls_out_the_episodes_of_the_page(server: Server, tmp_path: 
         result = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, cwd=tmp_path)
     (traces,) = tmp_path.rglob("traces.jsonl")
     episodes = [json.loads(line) for line in traces.read_text().splitlines()]
-    assert result.returncode == 0 and [one["ok"] for one in episodes] == [True] * 2, result.stdout[-2000:] + traces.read_text()[:3000]
+    assert result.returncode == 0 and [one["ok"] for one in episodes] == [True] * 2, (
+        result.stdout[-2000:] + traces.read_text()[:3000]
+    )
     assert "openenv_reward 3.00" in result.stdout
     first = [sent["messages"][-1]["content"] for sent in stub.requests if len(sent["messages"]) < 3]
     assert sorted(re.findall(r"task \d, draw", " ".join(first))) == ["task 0, draw", "task 1, draw"]

@@ -23,7 +23,6 @@ def overrides(page: str, program: str) -> list[str]:
     return [word for word in words if "=" in word]
 
 
-
 def replaced(text: str, *changes: tuple[str, str]) -> str:
     """A block with what is the user's own in it changed: each text has to be there."""
     for old, new in changes:

@@ -298,9 +298,7 @@ def test_skyrl_accepts_the_command_of_the_page(real: Any) -> None:
         validate_cfg(settings)
 
 
-def test_the_program_of_the_page_makes_a_generator(
-    player: Players, real: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_program_of_the_page_makes_a_generator(player: Players, real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     method = multiprocessing.get_start_method()
     names: dict[str, Any] = {"__name__": "games"}
     try:

@@ -369,7 +369,9 @@ def test_the_largest_tree_of_the_page_has_as_many_paths_as_its_command_says() ->
     args = names["Manager"].algorithm(SimpleNamespace()).args
     told = dict(setting.split("=", 1) for setting in overrides("verl.md", "verl.trainer.main_ppo"))
     assert args.roots * args.width**args.points == int(told["actor_rollout_ref.rollout.n"])
-    assert args.prompts == int(told["data.train_batch_size"]) == int(told["actor_rollout_ref.actor.ppo_mini_batch_size"])
+    assert (
+        args.prompts == int(told["data.train_batch_size"]) == int(told["actor_rollout_ref.actor.ppo_mini_batch_size"])
+    )
 
 
 # verl itself.
