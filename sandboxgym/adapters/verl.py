@@ -1,6 +1,6 @@
 """Trees in verl: an agent-loop manager and an advantage estimator for its trainer (verl 0.9, ``trainer.use_v1``).
 
-    # shop.py, named by actor_rollout_ref.rollout.agent.agent_loop_manager_class=shop.Manager
+    # shop.py, named by +actor_rollout_ref.rollout.agent.agent_loop_manager_class=shop.Manager
     class Manager(TreeManager):
         prompt = make_prompt("react", "sandboxgym/WebShop-v0")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from chat_stub import chat_stub
 from components import missing
+from page_blocks import block, replaced
 from served_openenv import (  # noqa: F401 - fixtures
     Server,
     arguments,
@@ -112,7 +114,7 @@ def test_the_tool_client_of_openenv_undoes_a_step(server: Server, python: str) -
 # Verifiers, whose taskset `openenv` plays on any such server: SANDBOXGYM_VERIFIERS names a python that has it.
 
 
-def test_verifiers_rolls_out_an_episode(server: Server, tmp_path: Path) -> None:
+def test_verifiers_rolls_out_the_episodes_of_the_page(server: Server, tmp_path: Path) -> None:
     chosen = os.environ.get("SANDBOXGYM_VERIFIERS")
     if chosen is None:
         missing("verifiers", "SANDBOXGYM_VERIFIERS names no python with verifiers[openenv] and uv")
@@ -125,25 +127,22 @@ def test_verifiers_rolls_out_an_episode(server: Server, tmp_path: Path) -> None:
         body = "".join(f"data: {text}\n\n" for text in [*map(json.dumps, chunks), "[DONE]"])
         return f"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n{body}".encode()
 
-    config = f"""
-        model = "stub"
-        push = false
-        env.taskset = {{id = "openenv", base_url = "{server.url}", resets = [{{task = 1, seed = 0}}]}}
-        env.player = {{harness = {{id = "null"}}, runtime = {{type = "subprocess"}}}}
-    """
     with chat_stub(answer) as stub:
-        config += f'client = {{base_url = "{stub.url}", api_key_var = "OPENAI_API_KEY"}}'
-        (tmp_path / "eval.toml").write_text(config)
+        urls = ("http://127.0.0.1:8000", server.url), ("http://127.0.0.1:9000/v1", stub.url)
+        (tmp_path / "eval.toml").write_text(replaced(block("adapters.md", "toml", '"openenv"'), *urls))
         folder = str(Path(chosen).parent)
         env = {**os.environ, "OPENAI_API_KEY": "none", "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
         env.pop("PYTHONPATH", None)
         command = [f"{folder}/vf-eval", "@", "eval.toml", "-o", "out"]
         result = subprocess.run(command, capture_output=True, text=True, timeout=280, env=env, cwd=tmp_path)
     (traces,) = tmp_path.rglob("traces.jsonl")
-    episode = json.loads(traces.read_text())
-    assert result.returncode == 0 and episode["ok"], result.stdout[-2000:] + traces.read_text()[:3000]
+    episodes = [json.loads(line) for line in traces.read_text().splitlines()]
+    assert result.returncode == 0 and [one["ok"] for one in episodes] == [True] * 2, (
+        result.stdout[-2000:] + traces.read_text()[:3000]
+    )
     assert "openenv_reward 3.00" in result.stdout
-    assert "task 1, draw " in stub.requests[0]["messages"][-1]["content"]
+    first = [sent["messages"][-1]["content"] for sent in stub.requests if len(sent["messages"]) < 3]
+    assert sorted(re.findall(r"task \d, draw", " ".join(first))) == ["task 0, draw", "task 1, draw"]
     server.wait_for_live(0)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import multiprocessing
 import sys
 import typing
 from collections.abc import Iterator, Sequence
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from components import missing
+from page_blocks import block, overrides
 from tree_players import Players, TinyEngine, algorithm, players
 
 from sandboxgym.adapters import skyrl as adapter
@@ -279,15 +281,33 @@ class Tokenizer:
     pad_token_id = 0
 
 
-def test_skyrl_accepts_the_settings_of_the_page(real: Any) -> None:
+def test_skyrl_accepts_the_command_of_the_page(real: Any) -> None:
     from skyrl.train.utils.utils import validate_cfg
 
-    settings = settings_of(real)
-    settings.trainer.logger = "console"
+    told = [*overrides("verl.md", "games.py"), "trainer.logger=console"]
+    settings = real.trainer.SkyRLTrainConfig.from_cli_overrides(told)
     validate_cfg(settings)
+    expected = settings_of(real)
+    for name in ("step_wise_trajectories", "n_samples_per_prompt"):
+        assert getattr(settings.generator, name) == getattr(expected.generator, name)
+    for name in ("advantage_estimator", "loss_reduction", "use_kl_in_reward"):
+        assert getattr(settings.trainer.algorithm, name) == getattr(expected.trainer.algorithm, name)
+    assert settings.trainer.train_batch_size == settings.trainer.policy_mini_batch_size
     settings.trainer.algorithm.advantage_estimator = "sandboxgyn"
     with pytest.raises(AssertionError, match="invalid advantage_estimator"):
         validate_cfg(settings)
+
+
+def test_the_program_of_the_page_makes_a_generator(player: Players, real: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    method = multiprocessing.get_start_method()
+    names: dict[str, Any] = {"__name__": "games"}
+    try:
+        exec(block("verl.md", "python", "class Experiment(BasePPOExp)"), names)
+    finally:
+        multiprocessing.set_start_method(method, force=True)  # SkyRL's entry point sets another one
+    made = names["Experiment"].get_generator(None, settings_of(real), player.tokenizer, Client(player.model))
+    made._envs.close()
+    assert isinstance(made, adapter.TreeGenerator)
 
 
 def test_the_output_has_the_fields_of_skyrls_type(player: Players, real: Any) -> None:

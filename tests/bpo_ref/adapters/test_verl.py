@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from components import missing
+from page_blocks import block, overrides
 from tree_players import Players, TinyEngine, algorithm, players
 
 from sandboxgym.adapters import verl as adapter
@@ -362,6 +363,17 @@ def test_an_engine_without_seeds_gets_none(player: Players) -> None:
     assert rows_of_batch(batch([3]))[0]["uid"] == "prompt-3"
 
 
+def test_the_largest_tree_of_the_page_has_as_many_paths_as_its_command_says() -> None:
+    names: dict[str, Any] = {"__name__": "shop"}
+    exec(block("verl.md", "python", "class Manager(TreeManager)"), names)
+    args = names["Manager"].algorithm(SimpleNamespace()).args
+    told = dict(setting.split("=", 1) for setting in overrides("verl.md", "verl.trainer.main_ppo"))
+    assert args.roots * args.width**args.points == int(told["actor_rollout_ref.rollout.n"])
+    assert (
+        args.prompts == int(told["data.train_batch_size"]) == int(told["actor_rollout_ref.actor.ppo_mini_batch_size"])
+    )
+
+
 # verl itself.
 
 
@@ -369,6 +381,25 @@ def real() -> None:
     for name in ("verl", "transfer_queue", "tensordict"):
         if importlib.util.find_spec(name) is None:
             missing("verl", f"{name} is not installed")
+
+
+def test_verl_accepts_the_command_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real()
+    from hydra import compose, initialize_config_module
+    from hydra.errors import ConfigCompositionException
+    from verl.utils.import_utils import load_class_from_fqn
+
+    told = overrides("verl.md", "verl.trainer.main_ppo")
+    (named,) = [setting for setting in told if "agent_loop_manager_class" in setting]
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        config = compose("ppo_trainer", [*told, "actor_rollout_ref.rollout.name=vllm"])
+        with pytest.raises(ConfigCompositionException, match="agent_loop_manager_class"):
+            compose("ppo_trainer", [named.removeprefix("+")])
+    assert config.algorithm.adv_estimator == adapter.ESTIMATOR
+    (tmp_path / "shop.py").write_text(block("verl.md", "python", "class Manager(TreeManager)"), encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    found = load_class_from_fqn(config.actor_rollout_ref.rollout.agent.agent_loop_manager_class, "AgentLoopManager")
+    assert issubclass(found, TreeManager)
 
 
 @pytest.mark.parametrize("algo", ["bpo-forest", "rloo-pooled", "grpo"])
