@@ -175,36 +175,37 @@ def in_own_process(
 
 def pool(processes: int) -> multiprocessing.pool.Pool:
     """Processes for one task each, all forks of a server that has imported this module."""
-    os.environ.setdefault("PYTHONSAFEPATH", "1")  # or the server would import from the working directory first
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["examining"])
     given = os.environ.get("PYTHONPATH")
     with _found_by_new_interpreters():
         multiprocessing.forkserver.ensure_running()
-    return context.Pool(processes, maxtasksperchild=1, initializer=_set_path, initargs=(given,))
+    return context.Pool(processes, maxtasksperchild=1, initializer=_set, initargs=("PYTHONPATH", given))
 
 
 @contextlib.contextmanager
 def _found_by_new_interpreters() -> Iterator[None]:
-    """Context in which new interpreters find the modules of this folder.
+    """Context in which new interpreters find the modules of this folder, and none in the working directory first.
 
     Before Python 3.12.8 and 3.13.1 the server has no `sys.path` yet while it imports what its forks are to have, and it
     passes over what it does not find (python/cpython#117378): each process would spend half a second importing.
     """
-    given = os.environ.get("PYTHONPATH")
-    _set_path(os.pathsep.join([str(HERE), str(HERE.parent), *([given] if given else [])]))
+    path, safe = os.environ.get("PYTHONPATH"), os.environ.get("PYTHONSAFEPATH")
+    _set("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent), *([path] if path else [])]))
+    _set("PYTHONSAFEPATH", "1")
     try:
         yield
     finally:
-        _set_path(given)
+        _set("PYTHONPATH", path)
+        _set("PYTHONSAFEPATH", safe)
 
 
-def _set_path(value: str | None) -> None:
-    """Set PYTHONPATH of this process, or unset it."""
+def _set(variable: str, value: str | None) -> None:
+    """Set a variable of this process, or unset it."""
     if value is None:
-        os.environ.pop("PYTHONPATH", None)
+        os.environ.pop(variable, None)
     else:
-        os.environ["PYTHONPATH"] = value
+        os.environ[variable] = value
 
 
 @contextlib.contextmanager

@@ -110,7 +110,9 @@ def test_every_family_of_checks_has_a_mutant() -> None:
 
 
 def test_processes_of_a_run_have_imported_the_suite_before_they_start() -> None:
+    before = dict(os.environ)
     with examining.pool(1) as pool:
+        assert os.environ == before
         assert pool.apply(eval, ("__import__('examining').IMPORTED_IN",)) == pool.apply(os.getppid)
 
 

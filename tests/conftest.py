@@ -71,6 +71,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(autouse=True)
+def _variables_of_python() -> Iterator[None]:
+    """Undo what a test does to the variables of Python, which the processes of later tests would inherit."""
+    before = _of_python()
+    yield
+    for name in _of_python():
+        if name not in before:
+            del os.environ[name]
+    os.environ.update(before)
+
+
+def _of_python() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith("PYTHON")}
+
+
 def pytest_collection_finish() -> None:
     """Spare the garbage collector what lives as long as the session: modules and collected tests, a million objects.
 

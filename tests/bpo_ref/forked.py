@@ -126,6 +126,7 @@ def _address() -> str:
     variables = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(here.parent), str(here.parents[2])]),
+        "PYTHONSAFEPATH": "",  # the first folder to import from is that of the script
         "OMP_NUM_THREADS": "1",  # read when PyTorch is imported
         "CUDA_VISIBLE_DEVICES": "",
     }
