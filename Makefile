@@ -53,7 +53,7 @@ test: setup
 # A test that hangs fails after ten minutes and says where it was. Two workers more than two cores, for
 # many tests wait.
 test-all: setup
-	$(BIN)/python -m pytest -n 6 --dist loadgroup --timeout 600 --durations 60 --durations-min 10
+	$(BIN)/python -m pytest -n 4 --dist loadgroup --timeout 600 --durations 60 --durations-min 10
 
 # What failed last, by itself; more than three failures are no accident.
 test-failed: setup
