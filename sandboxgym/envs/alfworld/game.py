@@ -97,8 +97,8 @@ class _Choices:
     """Admissible commands of a state, in order, with the operator of each."""
 
     commands: tuple[str, ...]
-    operators: dict[str, tuple[int, int]]
-    """Arguments of `GroundTask.operator`."""
+    operators: dict[str, int]
+    """Places, as of `GroundTask.applicable`."""
 
 
 class Game:
@@ -336,9 +336,9 @@ class Game:
     def _choices(self, state: GameState) -> _Choices:
         choices = self._choices_of.get(state.s)
         if choices is None:
-            operators: dict[str, tuple[int, int]] = {}
-            for bucket, at, command in self._planner.applicable(state.s):
-                operators.setdefault(command or self.command(self._planner.operator(bucket, at)), (bucket, at))
+            operators: dict[str, int] = {}
+            for place, command in self._planner.applicable(state.s):
+                operators.setdefault(command or self.command(self._planner.operator(place)), place)
             choices = _Choices(tuple(sorted(operators)), operators)
             _remember(self._choices_of, state.s, choices)
         return choices
@@ -346,7 +346,7 @@ class Game:
     def _chosen(self, state: GameState, command: str) -> Operator | None:
         """Operator for which a command stands in a state."""
         found = self._choices(state).operators.get(command.strip())
-        return None if found is None else self._planner.operator(*found)
+        return None if found is None else self._planner.operator(found)
 
     def command(self, operator: Operator) -> str:
         """Command that stands for ``operator``."""

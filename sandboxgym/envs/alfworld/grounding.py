@@ -334,6 +334,10 @@ def _alternatives(goal: Iterable[Conjunction], facts: FactBits) -> Iterator[tupl
         yield from (mask for mask in masks if mask is not None)
 
 
+_PLACES = 32
+"""Bits of an operator's number among those of its bucket."""
+
+
 class Bucket(Protocol):
     """Operators filed under one fact, always in the same order."""
 
@@ -406,23 +410,28 @@ class GroundTask:
 
     def operators(self, state: int) -> Iterator[Operator]:
         """List the operators that apply in ``state``, always in the same order."""
-        return (self.operator(bucket, at) for bucket, at, _ in self.applicable(state))
+        return (self.operator(place) for place, _ in self.applicable(state))
 
-    def applicable(self, state: int) -> Iterator[tuple[int, int, str | None]]:
-        """List the operators that apply in ``state`` as arguments of `operator`, each with its command if known."""
+    def applicable(self, state: int) -> Iterator[tuple[int, str | None]]:
+        """List the places of the operators that apply in ``state``, each with its command if known.
+
+        A place is an argument of `operator`: a number, for of numbers the garbage collector need not know.
+        """
         buckets = state & self._pivot_bits
         bucket = 0
         while True:
             filed = self._bucket(bucket)
+            first, commands = bucket.bit_length() << _PLACES, filed.commands
             for at in filed.applicable(state):
-                yield bucket, at, filed.commands[at]
+                yield first + at, commands[at]
             if not buckets:
                 return
             bucket = buckets & -buckets
             buckets ^= bucket
 
-    def operator(self, bucket: int, at: int) -> Operator:
-        """Operator at a place among those that are filed under the fact with bit ``bucket``."""
+    def operator(self, place: int) -> Operator:
+        """Operator at a place of `applicable`."""
+        bucket, at = (1 << (place >> _PLACES)) >> 1, place & ((1 << _PLACES) - 1)
         found = self._bucket(bucket).operator(at)
         if found is None:
             filed = self._operators[bucket] = Instances(self.instantiate(bucket))
@@ -432,8 +441,9 @@ class GroundTask:
     def all_operators(self) -> Iterator[Operator]:
         """List every operator that applies in some state."""
         for bucket in self.buckets():
+            first = bucket.bit_length() << _PLACES
             for at in range(len(self._bucket(bucket))):
-                yield self.operator(bucket, at)
+                yield self.operator(first + at)
 
     def buckets(self) -> Iterator[int]:
         """List the bits of the facts that operators are filed under, ascending, after 0 for those under none."""

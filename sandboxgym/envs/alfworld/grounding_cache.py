@@ -57,7 +57,7 @@ class StoredBucket:
         names: objects of the game.
     """
 
-    __slots__ = ("_conditions", "_made", "_masks", "_names", "_rows", "commands")
+    __slots__ = ("_looked_at", "_made", "_masks", "_names", "_pos", "_rows", "commands")
 
     def __init__(
         self,
@@ -68,11 +68,11 @@ class StoredBucket:
         names: Mapping[int, str],
     ) -> None:
         self._masks = dict(enumerate(map(int.from_bytes, masks)))  # no list: there negative numbers mean something
-        pos, neg = ([*map(self._masks.__getitem__, column)] for column in conditions)
-        if not len(pos) == len(neg) == len(rows):
+        self._pos, neg = ([*map(self._masks.__getitem__, column)] for column in conditions)
+        if not len(self._pos) == len(neg) == len(rows):
             raise ValueError("expected conditions for each operator")
         # Facts that must be true or false, but not those of a contradiction: then nothing equals the true ones.
-        self._conditions = [*zip(range(len(rows)), pos, map(xor, pos, neg))]
+        self._looked_at = [*map(xor, self._pos, neg)]
         self._rows = rows
         self.commands = commands
         self._names = names
@@ -83,7 +83,7 @@ class StoredBucket:
 
     def applicable(self, state: int) -> list[int]:
         """See `Bucket.applicable`."""
-        return [at for at, pos, looked_at in self._conditions if state & looked_at == pos]
+        return [at for at, (pos, facts) in enumerate(zip(self._pos, self._looked_at)) if state & facts == pos]
 
     def operator(self, at: int) -> Operator | None:
         """See `Bucket.operator`."""
@@ -99,8 +99,8 @@ class StoredBucket:
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("ignored a damaged operator of the game cache: %s", error)
             return None
-        _, pos, looked_at = self._conditions[at]
-        neg = looked_at ^ pos
+        pos = self._pos[at]
+        neg = self._looked_at[at] ^ pos
         made = self._made[at] = Operator(action, args, pos, neg, add, delete, effects, listed_add, listed_delete)
         return made
 
