@@ -83,8 +83,7 @@ class Condition:
             yield binding
             return
         predicate, placeholders = self.atoms[depth]
-        positions = tuple([i for i, placeholder in enumerate(placeholders) if placeholder.key in binding])
-        key = tuple([binding[placeholders[i].key] for i in positions])
+        positions, key = _known(placeholders, binding)
         known, last = len(positions) == len(placeholders), depth + 1 == len(self.atoms)
         for args in scene.facts(predicate, positions, key):
             extended = binding if known else _bind(placeholders, args, binding, scene)
@@ -97,7 +96,19 @@ class Condition:
 
     def holds(self, scene: TextScene, binding: Binding) -> bool:
         """Tell whether there is any solution."""
-        return next(self.solutions(scene, binding), None) is not None
+        for _ in self.solutions(scene, binding):
+            return True
+        return False
+
+
+def _known(placeholders: tuple[Placeholder, ...], binding: Binding) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Positions of the variables that stand for something already, and what they stand for."""
+    positions: tuple[int, ...] = ()
+    key: tuple[str, ...] = ()
+    for at, placeholder in enumerate(placeholders):
+        if (thing := binding.get(placeholder.key)) is not None:
+            positions, key = (*positions, at), (*key, thing)
+    return positions, key
 
 
 def _bind(
@@ -279,8 +290,11 @@ def compile_text(source: str) -> Text:
         if match["inner"] or match["expression"]:
             condition = _compile_condition(match["given"]) if match["given"] else None
             item = _rule_writer(match["inner"]) if match["inner"] else _compile_expression(match["expression"])
-            pieces = _pieces(item, condition)
-            writers.append(_list_writer(pieces) if match["list"] else _joined_writer(pieces))
+            if condition is None and not match["list"]:
+                writers.append(item)
+            else:
+                pieces = _pieces(item, condition)
+                writers.append(_list_writer(pieces) if match["list"] else _joined_writer(pieces))
             rules.update([match["inner"]] if match["inner"] else [], _LIST_RULES if match["list"] else [])
             conditions += [condition] if condition else []
         elif match["rule"]:
@@ -349,9 +363,9 @@ def _sequence_writer(writers: tuple[Writer, ...]) -> Writer:
 
 def _rule_writer(rule: str) -> Writer:
     def write(scene: TextScene, binding: Binding) -> str:
-        for condition, text in ((a.condition, a.text) for a in scene.rules[rule]):
-            if condition is None or condition.holds(scene, binding):
-                return text.write(scene, binding)
+        for alternative in scene.rules[rule]:
+            if alternative.condition is None or alternative.condition.holds(scene, binding):
+                return alternative.text.write(scene, binding)
         raise GrammarError(f"rule {rule!r}: no alternative applies")
 
     return write
