@@ -51,7 +51,7 @@ test: setup
 
 # All tests. SANDBOXGYM_PARITY_DATA names the recordings, SANDBOXGYM_REQUIRE what must not be skipped.
 # A test that hangs fails after ten minutes and says where it was. One worker more than two cores, for many tests wait;
-# with four and with six both cores are busy all the time, and no sooner done.
+# the one run with four workers was no sooner done, and a trial with six left neither core idle.
 test-all: setup
 	$(BIN)/python -m pytest -n 3 --dist loadgroup --timeout 600 --durations 60 --durations-min 10
 

@@ -19,7 +19,6 @@ def batch_infos(infos: Mapping[int, Infos], n: int) -> Infos:
 
     Numbers, bools and arrays of one type and shape become an array of that type, nested dicts are batched recursively,
     anything else becomes an array of objects. (In Gymnasium the first value decides, and later ones are cast or fail.)
-    The mask of a key that all have may be one array for many keys, which cannot be written to.
     """
     if [*infos] == [*range(n)] and (whole := _equal_batch([*infos.values()])) is not None:
         return whole
@@ -58,10 +57,12 @@ class _Layout(NamedTuple):
     """
     types: tuple[type, ...]
     """Types of the first values, which stand column by column: of those in `_AT_ONCE`."""
-    masks: dict[str, Any]
-    """All keys of the batch, in the order of the infos', with the masks: one array that cannot be written to."""
+    empty: dict[str, None]
+    """All keys of the batch, in the order of the infos'."""
     names: list[str]
-    """Those of the columns that are made together."""
+    """Those of the columns that are made together, and of the masks."""
+    present: NDArray[np.bool_]
+    """(keys, n): the masks."""
     at_once: list[tuple[Any, slice, int]]
     """Dtypes of the columns that are made together, their parts of the values, and how many these are."""
     others: list[tuple[slice, str]]
@@ -81,16 +82,15 @@ def _layout(names: tuple[str, ...], kinds: tuple[type, ...], n: int) -> _Layout:
     for group, found in groups.items():
         parts[group] = slice(end, end := end + n * len(found))
     order = [name for found in groups.values() for name in found]
-    everywhere = np.ones(n, np.bool_)
-    everywhere.flags.writeable = False  # it is in many batches
-    masks = {key: value for name in names for key, value in ((name, None), (f"_{name}", everywhere))}
+    masks = [f"_{name}" for name in names]
     arrays = [kind for kind in (*_AT_ONCE, object) if groups[kind]]
     first = parts[None].start
     return _Layout(
         itemgetter(*order) if len(order) > 1 else lambda info: (info[order[0]],),
         tuple(kind for kind in _AT_ONCE for _ in range(n * len(groups[kind]))),
-        masks,
-        [*chain.from_iterable(groups[kind] for kind in arrays)],
+        dict.fromkeys(key for pair in zip(names, masks) for key in pair),
+        [*chain.from_iterable(groups[kind] for kind in arrays), *masks],
+        np.ones((len(names), n), np.bool_),
         [(_AT_ONCE.get(kind, object), parts[kind], n * len(groups[kind])) for kind in arrays],
         [(slice(first + n * i, first + n * i + n), name) for i, name in enumerate(groups[None])],
     )
@@ -112,8 +112,8 @@ def _equal_batch(infos: Sequence[Infos]) -> Infos | None:
         made = [np.fromiter(values[part], dtype, size).reshape(-1, n) for dtype, part, size in layout.at_once]
     except OverflowError:  # an integer of more than 64 bits
         return None
-    batch: Infos = layout.masks.copy()
-    batch.update(zip(layout.names, chain.from_iterable(made)))
+    batch: Infos = {**layout.empty}
+    batch.update(zip(layout.names, chain.from_iterable((*made, layout.present.copy()))))
     for part, name in layout.others:
         batch[name] = _column(dict(enumerate(values[part])), n)
     return batch

@@ -14,6 +14,7 @@ from gymnasium.vector import AutoresetMode
 from worker_envs import Said, Trouble
 
 import sandboxgym
+from sandboxgym.workers import infos as infos_module
 from sandboxgym.workers.env_host import CallTimedOut, EnvFailure, WorkerDied
 from sandboxgym.workers.infos import batch_infos
 from sandboxgym.workers.vector import EpisodeOver, NotEnoughIdle, SnapshotVectorEnv
@@ -482,15 +483,22 @@ def as_plain(batch):
     }
 
 
-@pytest.mark.parametrize("left_out", [None, *VALUES])
+ONE_BY_ONE = {"long", "mixed", "mixed numbers"}
+"""Values of which a column cannot be made together with others."""
+
+
+@pytest.mark.parametrize(
+    "left_out", [set(), ONE_BY_ONE, *({name} for name in VALUES), *(ONE_BY_ONE | {n} for n in VALUES)]
+)
 def test_infos_of_all_environments_are_batched_as_those_of_some(left_out):
-    names = [name for name in VALUES if name != left_out]
+    names = [name for name in VALUES if name not in left_out]
     infos = {index: {name: VALUES[name][index] for name in names} for index in (0, 1)}
     backwards = {1: dict(reversed(infos[1].items())), 0: infos[0]}
     whole, slowly = batch_infos(infos, 2), batch_infos(backwards, 2)
     assert list(whole) == [key for name in names for key in (name, f"_{name}")]
     assert as_plain(whole) == {key: as_plain(slowly)[key] for key in whole}
-    whole["_bool" if left_out != "bool" else "_int"][0] = False  # no two columns share their memory
+    assert (infos_module._equal_batch([*infos.values()]) is not None) == (left_out >= ONE_BY_ONE)
+    whole["_bool" if "bool" not in left_out else "_int"][0] = False  # no two columns share their memory
     assert sum(not all(column) for key, column in whole.items() if key[0] == "_") == 1
 
 

@@ -415,7 +415,7 @@ class GroundTask:
     def applicable(self, state: int) -> Iterator[tuple[int, str | None]]:
         """List the places of the operators that apply in ``state``, each with its command if known.
 
-        A place is an argument of `operator`: a number, for of numbers the garbage collector need not know.
+        A place, the argument of `operator`, is a number: the garbage collector would have to go through pairs.
         """
         buckets = state & self._pivot_bits
         bucket = 0
