@@ -165,11 +165,11 @@ def in_own_process(
     Args:
         jobs: to do.
         processes: at once.
-        known: results that are not found out again, by `_key` of their job.
+        known: results that are not found out again, by `key_of` of their job.
     """
     with pool(processes) as started:
         yield from started.imap_unordered(
-            _examine_rest, [(job, known[_key(job)] if known and _key(job) in known else {}) for job in jobs]
+            _examine_rest, [(job, known[key_of(job)] if known and key_of(job) in known else {}) for job in jobs]
         )
 
 
@@ -253,10 +253,10 @@ def journaled(jobs: Sequence[Job], journal: Path | None, *, processes: int, anew
         anew: take nothing from the journal.
     """
     told = {} if journal is None or anew or not journal.exists() else _read(journal, jobs)
-    finished = [job for job in jobs if _complete(job, told.get(_key(job), {}))]
-    yield from (_row(job, told[_key(job)]) for job in finished)
+    finished = [job for job in jobs if _complete(job, told.get(key_of(job), {}))]
+    yield from (_row(job, told[key_of(job)]) for job in finished)
     left = [job for job in jobs if job not in finished]
-    keys = {(job[0], job[2]): _key(job) for job in left}
+    keys = {(job[0], job[2]): key_of(job) for job in left}
     for row in in_own_process(left, processes=processes, known=told) if left and processes else ():
         if journal is not None:
             made_by = {id: sources.check_digest(id) for id in row.verdicts}
@@ -266,8 +266,8 @@ def journaled(jobs: Sequence[Job], journal: Path | None, *, processes: int, anew
 
 
 def _read(journal: Path, jobs: Sequence[Job]) -> dict[str, dict[str, Result]]:
-    """Results of the journal that still hold, by `_key` of their job."""
-    found: dict[str, dict[str, Result]] = {_key(job): {} for job in jobs}
+    """Results of the journal that still hold, by `key_of` of their job."""
+    found: dict[str, dict[str, Result]] = {key_of(job): {} for job in jobs}
     for line in journal.read_text(encoding="utf-8").splitlines():
         entry = json.loads(line)
         if entry["key"] not in found:
@@ -303,7 +303,7 @@ def _row(job: Job, results: Mapping[str, Result]) -> Row:
     return Row(job[0], job[2], verdicts, messages, {id: result.seconds for id, result in results.items()})
 
 
-def _key(job: Job) -> str:
+def key_of(job: Job) -> str:
     """Specimen, what it does, budget, seed and kind of a run: results of equal keys are comparable, check by check."""
     name, budget, seed, only = job
     ids = None if only is None else set(only)

@@ -1,15 +1,18 @@
 """Every mutant is killed by a check that names its hazard; the known-good environments raise no alarm.
 
 Here each mutant only runs against the checks that must detect it, and each known-good environment gets one short run
-of a third of the checks; ``killmatrix.py`` and ``falsealarms.py`` run all specimens against all checks.
+of a quarter of the checks; ``killmatrix.py`` and ``falsealarms.py`` run all specimens against all checks. What was seen
+of code that has not changed since is taken from a file, see ``verdicts.py``.
 """
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -21,6 +24,7 @@ import examining  # noqa: E402  (found beside this file)
 import falsealarms  # noqa: E402
 import killmatrix  # noqa: E402
 import sources  # noqa: E402
+import verdicts  # noqa: E402
 import zoo  # noqa: E402
 
 from sandboxgym.conformance import Verdict  # noqa: E402
@@ -41,38 +45,64 @@ def possible(kept: zoo.Mutant | zoo.Good) -> None:
 @pytest.mark.parametrize("mutant", zoo.MUTANTS, ids=lambda mutant: mutant.name)
 def test_killed_by_a_check_that_names_the_hazard(mutant: zoo.Mutant) -> None:
     possible(mutant)
-    (row,) = examining.in_own_process([(mutant.name, mutant.budget, 0, examining.NAMED)], processes=1)
+    row = verdicts.row_of(mutant)
     assert examining.killed(mutant, row), f"{mutant.hazard}: {mutant.note}\n{row.verdicts}\n{row.messages}"
-
-
-IN_JAIL = ("api", "restore.trace_equality", "restore.many", "fork.trace_equality")
-"""Checks of a jail, whose steps are processes: all take five minutes. Those of the section `hostile`, which find all of
-its mutants, meet it in tests/conformance/probes/test_hostile.py."""
-SHARES = 4
-"""Parts of the checks, of which an environment meets one here, and the next environment the next."""
-
-
-def share_of(good: zoo.Good) -> list[str]:
-    """Checks that a known-good environment meets here: a part of all, and those that others depend on."""
-    part = zoo.KNOWN_GOOD.index(good) % SHARES
-    ids = [check.id for check in examining.CHECKS]
-    if good.make.__module__ == zoo.jail.__name__:
-        return [id for id in ids if id.startswith(IN_JAIL)]
-    always = {"restore.many", *examining.PREREQUISITES}
-    return [id for index, id in enumerate(ids) if index % SHARES == part or id in always]
 
 
 @pytest.mark.parametrize("good", zoo.KNOWN_GOOD, ids=lambda good: good.name)
 def test_known_good_raises_no_alarm(good: zoo.Good) -> None:
     possible(good)
-    (row,) = examining.in_own_process([(good.name, examining.SEEDS_BUDGET, 1, share_of(good))], processes=1)
+    row = verdicts.row_of(good)
     assert not row.failed, row.messages
     assert row.verdicts["restore.many"] is Verdict.PASS or good.name in ("entropy", "uncaptured")
 
 
 def test_every_check_meets_many_known_good_environments() -> None:
-    met = [id for good in zoo.KNOWN_GOOD for id in share_of(good)]
-    assert min(met.count(check.id) for check in examining.CHECKS) >= len(zoo.KNOWN_GOOD) // SHARES - 1
+    met = [id for good in zoo.KNOWN_GOOD for id in verdicts.share_of(good)]
+    assert min(met.count(check.id) for check in examining.CHECKS) >= len(zoo.KNOWN_GOOD) // verdicts.SHARES - 1
+
+
+def test_a_verdict_is_taken_from_the_file_while_it_holds_and_not_on_its_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = zoo.MUTANTS[[mutant.name for mutant in zoo.MUTANTS].index("done-lost")]
+    file, monday = tmp_path / "verdicts", datetime.date(2026, 11, 23)
+    days = [monday + datetime.timedelta(days) for days in range(verdicts.DAYS)]
+    (today,) = [day for day in days if verdicts.due(kept.name, day)]
+    other = next(day for day in days if day != today)
+    verdicts.write([kept], file, processes=1)
+    examined: list[str] = []
+
+    def examine(jobs: list[examining.Job], *, processes: int) -> list[examining.Row]:
+        examined.extend(job[0] for job in jobs)
+        return [examining.Row(kept.name, 0, {}, {}, {})]
+
+    monkeypatch.setattr(examining, "in_own_process", examine)
+    assert verdicts.as_expected(kept, verdicts.row_of(kept, file=file, day=other)) and not examined
+    verdicts.row_of(kept, file=file, day=today)
+    verdicts.row_of(kept, file=tmp_path / "none", day=other)
+    assert examined == [kept.name] * 2
+    text = file.read_text()
+    assert '"FAIL"' in text
+    file.write_text(text.replace('"FAIL"', '"PASS"'))
+    verdicts.row_of(kept, file=file, day=other)
+    assert len(examined) == 3, "what is not as it should be is examined"
+    file.write_text(text)
+    monkeypatch.setattr(sources, "check_digest", lambda id: "another check")
+    verdicts.row_of(kept, file=file, day=other)
+    assert len(examined) == 4
+
+
+def test_every_specimen_has_its_day() -> None:
+    monday = datetime.date(2026, 11, 23)
+    each = Counter(
+        day
+        for kept in zoo.MUTANTS
+        for day in range(verdicts.DAYS)
+        if verdicts.due(kept.name, monday + datetime.timedelta(day))
+    )
+    assert each.total() == len(zoo.MUTANTS)
+    assert len(each) == verdicts.DAYS and max(each.values()) < 2 * len(zoo.MUTANTS) / verdicts.DAYS
 
 
 OF_SHELLS = ("api", "probes", "hostile", "restore.many", "fork.trace_equality", "fork.crowd")

@@ -37,6 +37,7 @@ from ray.cluster_utils import Cluster  # noqa: E402
 from ray.experimental import internal_kv  # noqa: E402
 from test_tree import sampled  # noqa: E402
 
+from sandboxgym.bench.fleet.losses import HEAD  # noqa: E402
 from sandboxgym.bench.tools.traces import Folder  # noqa: E402
 from sandboxgym.sandbox import process_table  # noqa: E402
 from sandboxgym.tree import Action, Context, Envs, Failure, TopEntropy, rollout  # noqa: E402
@@ -84,7 +85,7 @@ class Machines:
     """The cluster: a head, which has no room for workers, and nodes that come and go."""
 
     def __init__(self) -> None:
-        self.cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+        self.cluster = Cluster(initialize_head=True, head_node_args=HEAD)
         self.nodes: list[Any] = []
         self.frozen: list[int] = []
         self.drained: list[str] = []

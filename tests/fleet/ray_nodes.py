@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from sandboxgym.bench.fleet.losses import HEAD
 from sandboxgym.bench.tools.traces import Folder
 from sandboxgym.sandbox import process_table
 from sandboxgym.tree import Action, Context, Failure, ForkAt, RolloutTree, rollout
@@ -56,7 +57,7 @@ class Nodes:
     def _begun(self, *, final: bool = False) -> Any:
         """A cluster with its head; None if that took longer than the 30 s which Ray gives it on any machine."""
         try:
-            return Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+            return Cluster(initialize_head=True, head_node_args=HEAD)
         except Exception as error:  # of no narrower type
             if final or "timed out during startup" not in str(error):
                 raise

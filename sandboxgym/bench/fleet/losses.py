@@ -24,6 +24,15 @@ from sandboxgym.workers.fleet import RayEnvs
 WAYS = (("killed", signal.SIGKILL), ("frozen", signal.SIGSTOP))
 TIMEOUT = 5.0
 """Seconds after which a step counts as lost."""
+HEAD: dict[str, Any] = {
+    "num_cpus": 0,
+    "object_store_memory": 80_000_000,
+    "include_log_monitor": False,
+    "include_dashboard": False,
+    "no_monitor": True,
+}
+"""Arguments of the head of a cluster on this machine: it has no room for workers, and none of the processes that nobody
+asks here, which would take a tenth of a processor."""
 _AT = 8
 """Step at which the node is lost."""
 _STEPS = 12
@@ -63,7 +72,7 @@ def measured(signal_number: int, paths: int) -> Loss:
     from ray.cluster_utils import Cluster
 
     try:
-        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+        cluster = Cluster(initialize_head=True, head_node_args=HEAD)
         nodes = [cluster.add_node(num_cpus=2, object_store_memory=80_000_000) for _ in range(2)]
     except Exception as error:  # Ray raises no narrower type: each of them has 30 s
         raise FleetError(f"expected a cluster of simulated nodes to start, found: {error}") from error

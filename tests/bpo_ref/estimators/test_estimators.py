@@ -25,7 +25,7 @@ from sandboxgym.tree import Action, Edge, Node, Path, RolloutTree, Schedule
 SPARSE, DENSE = random_mdp(seed=244), random_mdp(seed=244, dense=True)
 REFUSING = replace(SPARSE, refused=(2, 4))
 TASKS = (0, 1, 0, 1)  # of a batch
-FAST = 400  # batches of 4 trees
+FAST = 250  # batches of 4 trees
 MANY = int(os.environ.get("SANDBOXGYM_TREES", 0)) // 4
 THRESHOLD = 0.615  # entropy; above it are three of the five states
 
@@ -216,8 +216,13 @@ def estimates(case: str, batches: int) -> dict[str, np.ndarray]:
     return gradients(mdp, batches_of(mdp, schedule, batches=batches), correct | planted)
 
 
+def sampled_once(case: str) -> Any:
+    """Mark of tests of one case, which one worker gets: `estimates` then samples it once."""
+    return pytest.mark.xdist_group(f"estimates of {case}")
+
+
 EVERY = [
-    pytest.param(case, name, marks=pytest.mark.xdist_group(f"estimates of {case}"))  # sampled once, by one worker
+    pytest.param(case, name, marks=sampled_once(case))
     for case, made in CASES.items()
     for name in (made.names if callable(made) else made[3])
 ]
@@ -304,7 +309,7 @@ PLANTED: dict[str, tuple[str, Credit]] = {
 }
 
 
-@pytest.mark.parametrize("error", PLANTED)
+@pytest.mark.parametrize("error", [pytest.param(each, marks=sampled_once(PLANTED[each][0])) for each in PLANTED])
 def test_planted_error_is_caught(error: str) -> None:
     case, _ = PLANTED[error]
     found = compare(estimates(case, FAST)[error], case_of(case)[0].gradient())

@@ -19,7 +19,7 @@ from bpo_ref.lookahead import LookAhead
 from bpo_ref.train import assign_credit
 from sandboxgym.tree import RolloutTree
 
-FAST = 400  # batches of 4 trees
+FAST = 250  # batches of 4 trees
 MANY = int(os.environ.get("SANDBOXGYM_TREES", 0)) // 4
 
 
@@ -105,7 +105,12 @@ def noise(samples: np.ndarray) -> float:
     return float(samples.var(axis=0).sum())
 
 
-EVERY = [pytest.param(case, marks=pytest.mark.xdist_group(f"look-ahead, {case}")) for case in CASES]
+def sampled_once(case: str) -> Any:
+    """Mark of tests of one case, which one worker gets: `estimates` then samples it once."""
+    return pytest.mark.xdist_group(f"look-ahead, {case}")
+
+
+EVERY = [pytest.param(case, marks=sampled_once(case)) for case in CASES]
 
 
 @pytest.mark.parametrize("case", EVERY)
@@ -130,13 +135,15 @@ def test_look_ahead_is_unbiased_over_many_trees(case: str) -> None:
     assert found.bias < 0.05, found
 
 
-@pytest.mark.parametrize("case", ["rloo", "rloo-pooled", "bpo-split", "bpo"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=sampled_once(case)) for case in ("rloo", "rloo-pooled", "bpo-split", "bpo")]
+)
 def test_look_ahead_takes_noise_off(case: str) -> None:
     samples = estimates(case, FAST)
     assert noise(samples["with"]) < 0.95 * noise(samples["without"])
 
 
-@pytest.mark.parametrize("error", PLANTED)
+@pytest.mark.parametrize("error", [pytest.param(each, marks=sampled_once(PLANTED[each][0])) for each in PLANTED])
 def test_planted_error_is_caught(error: str) -> None:
     case, _ = PLANTED[error]
     mdp, args, *_ = CASES[case]
