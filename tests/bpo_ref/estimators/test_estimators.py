@@ -25,7 +25,7 @@ from sandboxgym.tree import Action, Edge, Node, Path, RolloutTree, Schedule
 SPARSE, DENSE = random_mdp(seed=244), random_mdp(seed=244, dense=True)
 REFUSING = replace(SPARSE, refused=(2, 4))
 TASKS = (0, 1, 0, 1)  # of a batch
-FAST = 250  # batches of 4 trees
+FAST = 400  # batches of 4 trees
 MANY = int(os.environ.get("SANDBOXGYM_TREES", 0)) // 4
 THRESHOLD = 0.615  # entropy; above it are three of the five states
 
