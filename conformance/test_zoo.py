@@ -45,14 +45,14 @@ def possible(kept: zoo.Mutant | zoo.Good) -> None:
 @pytest.mark.parametrize("mutant", zoo.MUTANTS, ids=lambda mutant: mutant.name)
 def test_killed_by_a_check_that_names_the_hazard(mutant: zoo.Mutant) -> None:
     possible(mutant)
-    row = verdicts.row_of(mutant)
+    row = verdicts.row_of(verdicts.job_of(mutant))
     assert examining.killed(mutant, row), f"{mutant.hazard}: {mutant.note}\n{row.verdicts}\n{row.messages}"
 
 
 @pytest.mark.parametrize("good", zoo.KNOWN_GOOD, ids=lambda good: good.name)
 def test_known_good_raises_no_alarm(good: zoo.Good) -> None:
     possible(good)
-    row = verdicts.row_of(good)
+    row = verdicts.row_of(verdicts.job_of(good))
     assert not row.failed, row.messages
     assert row.verdicts["restore.many"] is Verdict.PASS or good.name in ("entropy", "uncaptured")
 
@@ -70,7 +70,8 @@ def test_a_verdict_is_taken_from_the_file_while_it_holds_and_not_on_its_day(
     days = [monday + datetime.timedelta(days) for days in range(verdicts.DAYS)]
     (today,) = [day for day in days if verdicts.due(kept.name, day)]
     other = next(day for day in days if day != today)
-    verdicts.write([kept], file, processes=1)
+    job = verdicts.job_of(kept)
+    verdicts.write([job], file, processes=1)
     examined: list[str] = []
 
     def examine(jobs: list[examining.Job], *, processes: int) -> list[examining.Row]:
@@ -78,18 +79,18 @@ def test_a_verdict_is_taken_from_the_file_while_it_holds_and_not_on_its_day(
         return [examining.Row(kept.name, 0, {}, {}, {})]
 
     monkeypatch.setattr(examining, "in_own_process", examine)
-    assert verdicts.as_expected(kept, verdicts.row_of(kept, file=file, day=other)) and not examined
-    verdicts.row_of(kept, file=file, day=today)
-    verdicts.row_of(kept, file=tmp_path / "none", day=other)
+    assert verdicts.as_expected(verdicts.row_of(job, file=file, day=other)) and not examined
+    verdicts.row_of(job, file=file, day=today)
+    verdicts.row_of(job, file=tmp_path / "none", day=other)
     assert examined == [kept.name] * 2
     text = file.read_text()
     assert '"FAIL"' in text
     file.write_text(text.replace('"FAIL"', '"PASS"'))
-    verdicts.row_of(kept, file=file, day=other)
+    verdicts.row_of(job, file=file, day=other)
     assert len(examined) == 3, "what is not as it should be is examined"
     file.write_text(text)
     monkeypatch.setattr(sources, "check_digest", lambda id: "another check")
-    verdicts.row_of(kept, file=file, day=other)
+    verdicts.row_of(job, file=file, day=other)
     assert len(examined) == 4
 
 
@@ -105,20 +106,12 @@ def test_every_specimen_has_its_day() -> None:
     assert len(each) == verdicts.DAYS and max(each.values()) < 2 * len(zoo.MUTANTS) / verdicts.DAYS
 
 
-OF_SHELLS = ("api", "probes", "hostile", "restore.many", "fork.trace_equality", "fork.crowd")
-"""Checks of commands, and a few that see what commands change."""
-QUICK = {"limited-dice": "", "shell": OF_SHELLS}
-"""Known-good environments that meet checks with the quick budget, and how those begin: all where there is randomness
-and a wrapper. test_envs.py has environments without randomness."""
-
-
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", verdicts.QUICK)
 def test_known_good_with_the_quick_budget(name: str) -> None:
     """Some of each kind: ``falsealarms.py`` runs them all."""
-    chosen = [check.id for check in examining.CHECKS if check.id.startswith(QUICK[name])]
-    (row,) = examining.in_own_process([(name, "quick", 0, chosen)], processes=1)
+    row = verdicts.row_of(verdicts.quick_job_of(name))
     assert not row.failed, row.messages
-    assert list(row.verdicts.values()).count(Verdict.PASS) > len(chosen) // 2
+    assert list(row.verdicts.values()).count(Verdict.PASS) > len(row.verdicts) // 2
 
 
 def test_specimens_are_well_described() -> None:

@@ -37,6 +37,13 @@ IN_JAIL = ("api", "restore.trace_equality", "restore.many", "fork.trace_equality
 its mutants, meet it in tests/conformance/probes/test_hostile.py."""
 
 
+OF_SHELLS = ("api", "probes", "hostile", "restore.many", "fork.trace_equality", "fork.crowd")
+"""Checks of commands, and a few that see what commands change."""
+QUICK = {"limited-dice": "", "shell": OF_SHELLS}
+"""Known-good environments that meet checks with the quick budget, and how those begin: all where there is randomness
+and a wrapper. test_envs.py has environments without randomness."""
+
+
 def share_of(good: zoo.Good) -> list[str]:
     """Checks that a known-good environment meets in the tests: a part of all, and those that others depend on."""
     part = zoo.KNOWN_GOOD.index(good) % SHARES
@@ -54,36 +61,46 @@ def job_of(kept: zoo.Mutant | zoo.Good) -> Job:
     return kept.name, examining.SEEDS_BUDGET, 1, share_of(kept)
 
 
+def quick_job_of(name: str) -> Job:
+    """The run of one of `QUICK` in the tests."""
+    return name, "quick", 0, [check.id for check in examining.CHECKS if check.id.startswith(QUICK[name])]
+
+
+def jobs() -> list[Job]:
+    """All runs of the tests."""
+    return [*map(job_of, (*zoo.MUTANTS, *zoo.KNOWN_GOOD)), *map(quick_job_of, QUICK)]
+
+
 def due(name: str, day: datetime.date) -> bool:
     """True if a specimen is examined on this day whatever the file says; SANDBOXGYM_ZOO=all makes every day one."""
     return os.environ.get("SANDBOXGYM_ZOO") == "all" or (sum(name.encode()) + day.toordinal()) % DAYS == 0
 
 
-def as_expected(kept: zoo.Mutant | zoo.Good, row: Row) -> bool:
+def as_expected(row: Row) -> bool:
     """True if a row is what the tests want: that a mutant was killed, that nothing else raised an alarm."""
+    kept = examining.specimen(row.name)
     return examining.killed(kept, row) if isinstance(kept, zoo.Mutant) else not row.failed
 
 
-def row_of(kept: zoo.Mutant | zoo.Good, *, file: Path = FILE, day: datetime.date | None = None) -> Row:
-    """The row of a specimen: from the file while it holds, else by examining it, as where it is not as expected."""
-    if not due(kept.name, day or datetime.date.today()):
-        for row in examining.journaled([job_of(kept)], file, processes=0):
-            if as_expected(kept, row):
+def row_of(job: Job, *, file: Path = FILE, day: datetime.date | None = None) -> Row:
+    """The row of a run: from the file while it holds and is as expected, else by examining the specimen."""
+    if not due(job[0], day or datetime.date.today()):
+        for row in examining.journaled([job], file, processes=0):
+            if as_expected(row):
                 return row
-    (row,) = examining.in_own_process([job_of(kept)], processes=1)
+    (row,) = examining.in_own_process([job], processes=1)
     return row
 
 
-def write(specimens: Sequence[zoo.Mutant | zoo.Good], file: Path, *, processes: int) -> None:
-    """Bring a file up to date with these specimens; those whose rows hold are not examined. It may be interrupted."""
-    jobs = [job_of(kept) for kept in specimens]
-    rows: dict[str, Row] = {}
-    for row in examining.journaled(jobs, file, processes=processes):
-        rows[row.name] = row
-        print(f"{len(rows)} of {len(jobs)}: {row.name}, {row.seconds:.1f} s", file=sys.stderr, flush=True)
+def write(chosen: Sequence[Job], file: Path, *, processes: int) -> None:
+    """Bring a file up to date with these runs; what holds is not examined. It may be interrupted."""
+    rows: dict[tuple[str, int], Row] = {}
+    for row in examining.journaled(chosen, file, processes=processes):
+        rows[row.name, row.seed] = row
+        print(f"{len(rows)} of {len(chosen)}: {row.name}, {row.seconds:.1f} s", file=sys.stderr, flush=True)
     lines = []
-    for kept, job in zip(specimens, jobs, strict=True):
-        row = rows[kept.name]
+    for job in chosen:
+        row = rows[job[0], job[2]]
         brief = replace(row, messages={}, took={id: round(seconds, 2) for id, seconds in row.took.items()})
         made_by = {id: sources.check_digest(id) for id in row.verdicts}
         entry = {"key": examining.key_of(job), "checks": made_by, "row": asdict(brief)}
@@ -96,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Keep the verdicts that the tests expect of the zoo.")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="at once")
     options = parser.parse_args(arguments)
-    write([*zoo.MUTANTS, *zoo.KNOWN_GOOD], FILE, processes=options.processes)
+    write(jobs(), FILE, processes=options.processes)
 
 
 if __name__ == "__main__":

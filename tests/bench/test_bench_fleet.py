@@ -19,7 +19,7 @@ def test_small_numbers_fill_every_table() -> None:
         missing("ray", "Ray is not installed")
     small = ["--envs", "8", "--many", "40", "--repeats", "1", "--state", "100000"]
     done = subprocess.run(
-        [sys.executable, "-m", "sandboxgym", "bench", "fleet", *small], capture_output=True, text=True, timeout=500
+        [sys.executable, "-m", "sandboxgym", "bench", "fleet", *small], capture_output=True, text=True, timeout=580
     )
     assert done.returncode == 0, done.stderr[-2000:]
     print(done.stdout)  # shown if it fails
