@@ -27,6 +27,8 @@ import sources  # noqa: E402
 import zoo  # noqa: E402
 from examining import Job, Row  # noqa: E402
 
+from sandboxgym.system.atomic import write_atomic  # noqa: E402
+
 FILE = HERE / f"verdicts-{sys.version_info.major}.{sys.version_info.minor}.jsonl"
 DAYS = 8
 """Days in which everything is examined again, an equal part of it on each."""
@@ -105,7 +107,7 @@ def write(chosen: Sequence[Job], file: Path, *, processes: int) -> None:
         made_by = {id: sources.check_digest(id) for id in row.verdicts}
         entry = {"key": examining.key_of(job), "checks": made_by, "row": asdict(brief)}
         lines.append(json.dumps(entry, separators=(",", ":")) + "\n")
-    file.write_text("".join(lines), encoding="utf-8")
+    write_atomic(file, "".join(lines).encode())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -19,7 +19,7 @@ from bpo_ref.lookahead import LookAhead
 from bpo_ref.train import assign_credit
 from sandboxgym.tree import RolloutTree
 
-FAST = 250  # batches of 4 trees
+FAST = 400  # batches of 4 trees
 MANY = int(os.environ.get("SANDBOXGYM_TREES", 0)) // 4
 
 
