@@ -23,6 +23,8 @@ from ports import free_port
 ROOT = Path(__file__).parents[2]
 FILES = ROOT / "docs" / "examples" / "fleet"
 NODE = FILES / "node.sh"
+LATER = {"RAY_prestart_worker_first_driver": "0"}
+"""Nodes start no process before something is placed on them."""
 
 
 def test_the_page_names_every_file() -> None:
@@ -92,15 +94,21 @@ def home() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def node(variables: Mapping[str, str], *arguments: str, host: Sequence[str] = ()) -> Iterator[subprocess.Popen[bytes]]:
-    """A node that runs as the script starts it, behind the command of a host, and is ended by SIGTERM."""
-    with open(Path(variables["HOME"]) / f"{arguments[0]}.log", "ab") as log:
-        running = subprocess.Popen([*host, str(NODE), *arguments], env=dict(variables), stdout=log, stderr=log)
-    try:
-        yield running
-    finally:
-        running.terminate()
-        running.wait(60)
+def node(variables: Mapping[str, str], *arguments: str, host: Sequence[str] = ()) -> Iterator[None]:
+    """A node that runs as the script starts it, behind the command of a host, and is ended by SIGTERM.
+
+    It says that it runs before anybody asks: `sandboxgym fleet status` takes seconds of a processor.
+    """
+    with tempfile.TemporaryFile() as said:
+        running = subprocess.Popen([*host, str(NODE), *arguments], env=dict(variables), stdout=said, stderr=said)
+        try:
+            await_true(
+                lambda: b"Ray runtime started" in os.pread(said.fileno(), 1 << 20, 0) or running.poll() is not None
+            )
+            yield
+        finally:
+            running.terminate()
+            running.wait(60)
 
 
 @pytest.mark.slow
@@ -113,7 +121,7 @@ def test_two_nodes_started_by_the_script_hold_a_rollout_and_leave_nothing(home: 
     address = f"127.0.0.1:{free_port()}"
     removed = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "RAY_AUTH_MODE")
     variables = {name: value for name, value in os.environ.items() if name not in removed}
-    variables |= {"HOME": home, "RAY_TMPDIR": f"{home}/ray", "PYTHONPATH": str(ROOT), "NODE_IP": "127.0.0.1"}
+    variables |= {"HOME": home, "RAY_TMPDIR": f"{home}/ray", "PYTHONPATH": str(ROOT), "NODE_IP": "127.0.0.1", **LATER}
     variables["PATH"] = f"{Path(sys.executable).parent}:{variables['PATH']}"
     client = {**variables, "RAY_AUTH_MODE": "token", "RAY_ADDRESS": address}
 
@@ -194,7 +202,7 @@ def test_a_host_that_loses_its_network_is_replaced_and_the_trees_are_the_same(ho
     address = "10.213.7.1:6379"
     variables = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     variables |= {"HOME": home, "RAY_TMPDIR": f"{home}/ray", "PYTHONPATH": f"{ROOT}{os.pathsep}{FILES}", "CPUS": "2"}
-    variables |= {"RAY_AUTH_MODE": "token", "PATH": f"{Path(sys.executable).parent}:{variables['PATH']}"}
+    variables |= {**LATER, "RAY_AUTH_MODE": "token", "PATH": f"{Path(sys.executable).parent}:{variables['PATH']}"}
     with contextlib.ExitStack() as stack:
         head, first, second = stack.enter_context(hosts(3))
         stack.enter_context(node({**variables, "NODE_IP": "10.213.7.1", "CPUS": "0"}, "head", host=head))

@@ -30,9 +30,11 @@ HEAD: dict[str, Any] = {
     "include_log_monitor": False,
     "include_dashboard": False,
     "no_monitor": True,
+    "_system_config": {"prestart_worker_first_driver": False},
 }
 """Arguments of the head of a cluster on this machine: it has no room for workers, and none of the processes that nobody
-asks here, which would take a tenth of a processor."""
+asks here, which would take a tenth of a processor. Nodes start no processes before something is placed on them: one for
+each of their processors, most of which would wait until the node is lost."""
 _AT = 8
 """Step at which the node is lost."""
 _STEPS = 12
