@@ -117,6 +117,12 @@ def run(arguments: Sequence[str], env: Mapping[str, str], *, timeout: float = 18
     return subprocess.CompletedProcess(list(arguments), status, *texts)
 
 
+def start(arguments: Sequence[str], env: Mapping[str, str], *, said: Path | None = None) -> Process:
+    """Start an interpreter with these arguments, in a session of its own. What it prints is in a file, or nowhere."""
+    with open(said or os.devnull, "wb") as file:
+        return Process(arguments, {**env, ADDRESS: _address()}, file.fileno(), file.fileno())
+
+
 @functools.cache
 def _address() -> str:
     """Start the server of this process; where it listens."""

@@ -1,6 +1,6 @@
 """Trains by arguments in JSON (the first on the command line) and kills itself in the middle of an update (the second).
 
-A process of its own, not a fork of the tests': PyTorch's gradients do not survive a fork of threads that have run.
+Not for a fork of the tests' own process: PyTorch's gradients do not survive a fork of threads that have run.
 """
 
 from __future__ import annotations

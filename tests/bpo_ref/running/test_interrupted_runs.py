@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from tiny_runs import (  # noqa: F401 - fixtures
@@ -150,14 +149,12 @@ def test_a_crash_between_the_renames_of_a_save_is_mended(tmp_path: Path, finishe
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_resumes_bitwise(finished: Path, tmp_path: Path, number: signal.Signals) -> None:
-    command = [sys.executable, str(TRAIN), "--config", str(config_file(tmp_path)), "--out", str(tmp_path)]
-    with subprocess.Popen(command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "checkpoint").exists() and process.poll() is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        process.send_signal(number)
-        process.wait(timeout=120)
-    assert process.returncode == (-signal.SIGKILL if number == signal.SIGKILL else 128 + number)
+    process = forked.start([str(TRAIN), "--config", str(config_file(tmp_path)), "--out", str(tmp_path)], ENVIRONMENT)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "checkpoint").exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert process.wait(120) == (-signal.SIGKILL if number == signal.SIGKILL else 128 + number)
     assert not (tmp_path / "results.json").exists()
     trained(tmp_path, resume=True)
     assert metrics(tmp_path) == metrics(finished)

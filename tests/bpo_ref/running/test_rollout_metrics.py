@@ -7,8 +7,8 @@ from pathlib import Path as FilePath
 
 import numpy as np
 import pytest
-from tabular import MDP, batches_of
-from test_estimators import CASES, SPARSE, SPLIT, TASKS, Case, grow, scheduled, settings
+from tabular import batches_of
+from test_estimators import CASES, SPARSE, SPLIT, Case, errors_away, estimated_return, grow, scheduled, settings
 from tiny_runs import metrics, trained
 
 from bpo_ref.run_log import batch_metrics, batch_totals, root_weights, success_of
@@ -24,16 +24,6 @@ POST_HOC = {
 }
 
 
-def expected_return(mdp: MDP) -> float:
-    q = mdp.action_values()[0]
-    return float(np.mean([(mdp.policy * q).sum(axis=1)[mdp.starts[task % len(mdp.starts)]] for task in TASKS]))
-
-
-def off(samples: list[float], exact: float) -> float:
-    """Standard errors that the mean is away."""
-    return float(abs(np.mean(samples) - exact) / (np.std(samples, ddof=1) / len(samples) ** 0.5))
-
-
 def estimates(case: Case, batches: int) -> tuple[list[float], list[float]]:
     """The estimate of every batch, and what counting every path once says."""
     mdp, schedule, _, credits = case
@@ -41,12 +31,7 @@ def estimates(case: Case, batches: int) -> tuple[list[float], list[float]]:
     args = found[0] if isinstance(found, tuple) else found
     fair, once = [], []
     for trees in batches_of(mdp, schedule, batches=batches):
-        weighted = [
-            sum(weight * edge.reward for edge in tree.edges() if (weight := weights.get(id(edge), 0.0)))
-            for tree in trees
-            for weights in [root_weights(tree, args)]
-        ]
-        fair.append(float(np.mean(weighted)))
+        fair.append(estimated_return(trees, args))
         once.append(float(np.mean([path.total_reward for tree in trees for path in tree.paths])))
     return fair, once
 
@@ -63,21 +48,22 @@ def made(name: str) -> Case:
 def test_the_mean_over_batches_is_the_expected_return(name: str) -> None:
     case = made(name)
     fair, _ = estimates(case, 80)
-    assert off(fair, expected_return(case[0])) < 3.9
+    assert errors_away(fair, case[0]) < 3.9
 
 
+# The cases of estimators are in test_estimators.py, which has their trees.
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [*CASES, *POST_HOC])
+@pytest.mark.parametrize("name", POST_HOC)
 def test_the_mean_over_many_batches_is_the_expected_return(name: str) -> None:
     case = made(name)
     fair, _ = estimates(case, 400)
-    assert off(fair, expected_return(case[0])) < 3.9  # false alarms of all cases together: 0.3 %
+    assert errors_away(fair, case[0]) < 3.9  # false alarms of all cases together: 0.1 %
 
 
 def test_counting_every_path_once_would_be_caught() -> None:
     case = made("split with roulette")
     fair, once = estimates(case, 100)
-    assert off(fair, expected_return(case[0])) < 3.9 < off(once, expected_return(case[0]))
+    assert errors_away(fair, case[0]) < 3.9 < errors_away(once, case[0])
 
 
 def small_tree(*, survived: bool) -> RolloutTree:

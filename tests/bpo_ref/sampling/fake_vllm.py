@@ -16,10 +16,6 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[3]), str(Path(__file__).parents[1])]
 
-from fake_engine import FakeServer  # noqa: E402
-
-from bpo_ref.learning.models import load_policy  # noqa: E402
-
 
 def main(argv: list[str]) -> None:
     assert argv[:3] == ["-m", "vllm.entrypoints.cli.main", "serve"], argv
@@ -33,6 +29,11 @@ def main(argv: list[str]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while kind == "hangs":
         time.sleep(1)
+    # Seconds of a processor, which one that goes wrong before does not take.
+    from fake_engine import FakeServer
+
+    from bpo_ref.learning.models import load_policy
+
     model, tokenizer = load_policy(folder)
     rank = int(options[options.index("--max-lora-rank") + 1]) if "--enable-lora" in options else 0
     (Path(os.environ["TMPDIR"]) / "left").write_text("a temporary file")

@@ -82,20 +82,13 @@ def own_trainer(folder: Path, out: Path, **options: Any) -> Trainer:
     return trainer_of(folder, out, **{**COLOCATE, **options})
 
 
-def program(folder: Path, out: Path, **options: Any) -> subprocess.Popen[str]:
-    """A run as a program of its own."""
+def program(folder: Path, out: Path, **options: Any) -> forked.Process:
+    """A run as a process of its own, in a session of its own."""
     config = out.with_suffix(".json")
     given = {**SMALL, **options, "server": ["colocate"], "model": str(folder), "trackers": [], "out": str(out)}
     config.write_text(json.dumps(given))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE.parent), os.environ.get("PYTHONPATH", "")])}
-    command = [sys.executable, str(TRAIN), "--config", str(config)]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
-
-
-def ended(process: subprocess.Popen[str], seconds: float = 120.0) -> str:
-    return process.communicate(timeout=seconds)[0]
+    return forked.start([str(TRAIN), "--config", str(config)], environment, said=out.with_suffix(".said"))
 
 
 def learns(out: Path) -> bool:
@@ -244,7 +237,7 @@ def test_nothing_outlives_a_trainer_that_is_killed(
     if phase != "starting":
         wait_until(lambda: learns(tmp_path / "out"))
     process.kill()
-    ended(process)
+    process.wait(120)
 
 
 @pytest.mark.slow
@@ -258,8 +251,9 @@ def test_ctrl_c_ends_the_server_with_the_run(
     if phase == "learning":
         wait_until(lambda: learns(tmp_path / "out"))
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does
-    told = ended(process)
-    assert process.returncode in (130, -signal.SIGINT), told
+    status = process.wait(120)
+    told = (tmp_path / "out.said").read_text()
+    assert status in (130, -signal.SIGINT), told
     assert not alive(runtime)
     if phase == "learning":
         assert "continue with --resume" in told
