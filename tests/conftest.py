@@ -27,9 +27,13 @@ SHARED = (
 )
 sys.path[:0] = [str(TESTS / room) for room in SHARED]
 
+import in_time  # noqa: E402
 import slowest  # noqa: E402
 import toy_envs  # noqa: E402
 from components import missing as missing  # noqa: E402  # for test modules too
+from in_time import pytest_configure as pytest_configure  # noqa: E402
+from in_time import pytest_runtest_setup as pytest_runtest_setup  # noqa: E402
+from in_time import pytest_terminal_summary as pytest_terminal_summary  # noqa: E402
 
 from sandboxgym.system import directories  # noqa: E402
 
@@ -69,6 +73,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if slowest.ungrouped(item.nodeid) in slow:
             item.add_marker(pytest.mark.slow)
+    in_time.pytest_collection_modifyitems(items)
 
 
 @pytest.fixture(autouse=True)
