@@ -71,8 +71,8 @@ class RayWorker(Worker):
 
     Args:
         keep: number of snapshots that it keeps.
-        cpus: cores that Ray sets aside for it; its ``OMP_NUM_THREADS`` is that number, rounded down and at least 1, unless
-            its node sets another.
+        cpus: cores that Ray sets aside for it. Its ``OMP_NUM_THREADS`` is that number, rounded down and at least 1,
+            unless its node sets another.
         resources: custom resources of Ray that it needs, such as ``{"sandbox": 1}`` of nodes that have them.
         memory: bytes that Ray sets aside for it.
         labels: of the nodes that may hold it, by Ray's label selectors, such as ``{"images": "swebench"}``.
