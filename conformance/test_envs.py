@@ -36,6 +36,11 @@ def test_no_check_fails(target: str) -> None:
     assert {result.id: result.message for result in report.failures} == {}
     assert len(report.of(Verdict.PASS)) >= 50
     untold = {id: reason for id, reason in report.not_tested if id in untimed and not reason.startswith(REASONS)}
+    if late := [id for id, reason in untold.items() if "in the time" in reason]:  # on a busy machine
+        patient = replace(Budget.named("quick"), seconds=5 * Budget.named("quick").seconds)
+        again = run(Subject.named(target), only=["api.protocol", *late], budget=patient)
+        assert {result.id: result.message for result in again.failures} == {}
+        untold = {id: reason for id, reason in untold.items() if id not in late or id in dict(again.not_tested)}
     assert untold == {}
 
 

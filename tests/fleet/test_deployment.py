@@ -109,6 +109,7 @@ def node(variables: Mapping[str, str], *arguments: str, host: Sequence[str] = ()
         finally:
             running.terminate()
             running.wait(60)
+            print(os.pread(said.fileno(), 9999, 0).decode(errors="replace"))  # shown if the test fails
 
 
 @pytest.mark.slow
