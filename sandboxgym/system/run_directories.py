@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import hashlib
 import importlib
 import json
@@ -57,6 +58,12 @@ _reapers: dict[str, Reaper | str] = {  # a process that has not imported what cl
     "conformance": "sandboxgym.conformance.supervision.scratch:clear",
 }
 _claimed: dict[Path, int] = {}
+_changing: dict[object, int] = {}
+"""Process by the path, or any other sign, of a directory that one of its threads makes or removes just now."""
+_ended = False
+"""True once this process gives everything back because it ends; its other threads may not know yet."""
+_PATIENCE = 10.0
+"""Seconds that the end of the process waits for `_changing`."""
 _reaped_by: set[int] = set()
 """Process ids that have made their first claim: this one's, and in a fork its parent's too."""
 _CLAIM = ".claim-"
@@ -145,30 +152,43 @@ def claim(kind: str) -> Path:
         Its path; it is removed by `give_back`, when the process exits, or by the next `reap`.
 
     The first claim of a process reaps what others left, whatever their kind.
+
+    Raises:
+        RuntimeError: the process is ending and has given its run directories back.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", kind):
         raise ValueError(f"expected a kind such as 'namespace' or 'docker', found {kind!r}")
     if os.getpid() not in _reaped_by:
         _reaped_by.add(os.getpid())
         reap()
-    root, owner = runtime_dir(), ProcessIdentity.me()
-    staging = Path(tempfile.mkdtemp(prefix=f"{_CLAIM}{_name(owner)}-", dir=root))
+    root, owner, making = runtime_dir(), ProcessIdentity.me(), object()
+    _changing[making] = owner.pid
     try:
-        (staging / OWNER).write_text(json.dumps(asdict(owner)), encoding="utf-8")
-        path = root / f"{kind}-{owner.pid}-{staging.name.rpartition('-')[2]}"
-        os.rename(staging, path)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    _claimed[path] = os.getpid()
+        if _ended:
+            raise RuntimeError("this process is ending: what it claims now would be left behind")
+        staging = Path(tempfile.mkdtemp(prefix=f"{_CLAIM}{_name(owner)}-", dir=root))
+        try:
+            (staging / OWNER).write_text(json.dumps(asdict(owner)), encoding="utf-8")
+            path = root / f"{kind}-{owner.pid}-{staging.name.rpartition('-')[2]}"
+            os.rename(staging, path)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        _claimed[path] = owner.pid
+    finally:
+        del _changing[making]
     return path
 
 
 def give_back(path: Path) -> None:
     """Remove a run directory of this process, through its reaper. Idempotent."""
+    _changing[path] = os.getpid()
     _claimed.pop(path, None)
-    if path.exists():
-        _remove_run(path)
+    try:
+        if path.exists():
+            _remove_run(path)
+    finally:
+        _changing.pop(path, None)
 
 
 def register_reaper(kind: str, reaper: Reaper | str) -> None:
@@ -305,12 +325,19 @@ def _remove_run(path: Path) -> None:
         assert callable(reaper)
         reaper(path)
     _check_unmounted(path)
-    for entry in path.iterdir():
-        if entry.name != OWNER:
-            remove_tree(entry)
-    (path / OWNER).unlink(missing_ok=True)  # last, for without it a directory is nobody's
-    with contextlib.suppress(FileNotFoundError):  # or another process's, which may have reaped it just now
-        path.rmdir()
+    for last in (False, False, True):  # a thread of a process that ends may write there meanwhile
+        for entry in path.iterdir():
+            if entry.name != OWNER:
+                remove_tree(entry)
+        (path / OWNER).unlink(missing_ok=True)  # after the rest, for without it a directory is nobody's
+        try:
+            path.rmdir()
+            return
+        except FileNotFoundError:  # another process may have reaped it just now
+            return
+        except OSError as error:
+            if last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
 
 
 def _check_unmounted(path: Path) -> None:
@@ -365,9 +392,18 @@ def mount_points() -> list[Path]:
 
 @atexit.register
 def _give_back_all() -> None:
-    for path, pid in list(_claimed.items()):
-        if pid == os.getpid():  # not in a forked child, which inherits the table
-            with contextlib.suppress(
-                Exception
-            ):  # at the end of the interpreter: the others are given back all the same
+    """Remove what this process claimed, and wait for its threads that make or remove such directories now."""
+    global _ended
+    _ended = True
+    end = time.monotonic() + _PATIENCE
+    while (left := _of_this_process(_claimed)) or (_of_this_process(_changing) and time.monotonic() < end):
+        for path in left:
+            with contextlib.suppress(Exception):  # the others are given back all the same
                 give_back(path)
+        if not left:
+            time.sleep(0.01)
+
+
+def _of_this_process(table: dict[Any, int]) -> list[Any]:
+    """Those in a table that a forked child inherits."""
+    return [path for path, pid in list(table.items()) if pid == os.getpid()]

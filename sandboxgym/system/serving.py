@@ -40,8 +40,8 @@ _LINGER = 2.0
 """Seconds in which a refused client may read why."""
 _ENDING = 3.0
 """Seconds that `ending` is waited for."""
-_LEAVING = 5.0
-"""Seconds that `leave` may take."""
+_LEAVING = 30.0
+"""Seconds that `leave` may take; more than it needs on a busy machine."""
 
 
 @dataclass(frozen=True, slots=True)

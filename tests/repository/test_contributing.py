@@ -84,7 +84,7 @@ def test_there_is_a_recipe_for_each_of_five_additions() -> None:
     [
         pytest.param("an environment", [], marks=pytest.mark.slow),
         pytest.param("a sandbox backend", ["passed"], marks=pytest.mark.slow),
-        pytest.param("a schedule", ["1 passed"], marks=pytest.mark.slow),
+        pytest.param("a schedule", ["2 passed"], marks=pytest.mark.slow),
         pytest.param(
             "a conformance check",
             ["had 16 characters, restored it has 2", "1 runs of known-good environments, 0 alarms"],

@@ -492,12 +492,20 @@ def _how(path: Path, mount_points: Sequence[Path]) -> str:
 
 _runtime: Runtime | None = None
 _runtime_lock = threading.Lock()
+_ending = False
+"""True once the runtime was closed for good: a thread whose call goes on while the process ends gets no other one."""
 
 
 def runtime() -> Runtime:
-    """The runtime of this process; made at the first call, and again where it died."""
+    """The runtime of this process; made at the first call, and again where it died.
+
+    Raises:
+        SandboxUnavailable: there can be none here, or the process is ending.
+    """
     global _runtime
     with _runtime_lock:
+        if _ending:
+            raise SandboxUnavailable("this process is ending: a sandbox that started now would outlive it")
         if _runtime is not None and (_runtime.pid != os.getpid() or not _runtime.live):
             _runtime.forget()
             _runtime = None
@@ -510,8 +518,22 @@ def runtime() -> Runtime:
 
 @atexit.register
 def _close_runtime() -> None:
+    global _ending
+    waited = _runtime_lock.acquire(timeout=_STOP_SECONDS)  # a thread may be making it
+    _ending = True
+    if waited:
+        _runtime_lock.release()
     if _runtime is not None and _runtime.pid == os.getpid():
         _runtime.close()
+
+
+def _unlock() -> None:
+    """Forget in a fork that a thread of its parent held the lock."""
+    global _runtime_lock
+    _runtime_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 def advice(error: Exception, *, rootless: bool) -> str:

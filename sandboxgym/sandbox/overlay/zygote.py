@@ -83,7 +83,10 @@ def main() -> NoReturn:
     os.close(null)
     gc.disable()
     gc.freeze()
-    payload, _ = ipc.receive(owner)
+    try:
+        payload, _ = ipc.receive(owner)
+    except EOFError:  # the owner was killed just now
+        os._exit(0)
     zygote = Zygote(owner, marshal.loads(payload))
     try:
         zygote.serve()
