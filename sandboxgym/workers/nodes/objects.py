@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import logging
 import math
-import os
 import re
 import threading
 import time
@@ -476,7 +475,6 @@ class RayObjects(Blobs):
                     "num_cpus": 0,
                     "max_restarts": 0,
                     "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False),
-                    "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
                 }
                 keeper = ray.remote(_Keeper).options(**options).remote(self._name, node)
             else:

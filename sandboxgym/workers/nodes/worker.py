@@ -71,7 +71,8 @@ class RayWorker(Worker):
 
     Args:
         keep: number of snapshots that it keeps.
-        cpus: share of a core that Ray sets aside for it.
+        cpus: cores that Ray sets aside for it. Its ``OMP_NUM_THREADS`` is that number, rounded down and at least 1,
+            unless its node sets another.
         resources: custom resources of Ray that it needs, such as ``{"sandbox": 1}`` of nodes that have them.
         memory: bytes that Ray sets aside for it.
         labels: of the nodes that may hold it, by Ray's label selectors, such as ``{"images": "swebench"}``.
@@ -106,8 +107,6 @@ class RayWorker(Worker):
             "scheduling_strategy": "SPREAD",
             "max_restarts": 0,
             "max_task_retries": 0,
-            # As in a worker process: many workers share a machine.
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}},
         }
         if node is not None:
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
