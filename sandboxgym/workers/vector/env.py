@@ -194,16 +194,15 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             EpisodeOver: one of them is not `active`; none was stepped.
         """
         if mask is None and self._all_here():
-            return self._step_here(actions_of(actions, self.single_action_space, self.action_space, self.num_envs))
+            return self._step_here(self._each(actions))
         chosen = chosen_by(mask, self.num_envs)
-        active = self._active.tolist()
-        over = [index for index in chosen if not active[index]]
+        over = [index for index in chosen if not self._active[index]]
         if over:
             raise EpisodeOver(
                 f"environments {over} are idle (finished, failed or never reset): reset or restore them, or step the "
                 "others by mask=vec.active"
             )
-        each = actions_of(actions, self.single_action_space, self.action_space, self.num_envs)
+        each = self._each(actions)
         outcomes, infos = self._perform({index: Call(index, "step", (each[index],)) for index in chosen}, self._timeout)
         for index, outcome in outcomes.items():
             if outcome.error is None:
@@ -216,8 +215,8 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         if self._checkpoint_every:
             due = [i for i in chosen if self._active[i] and self._since_durable[i] >= self._checkpoint_every]
             self._checkpoint(due, infos)
-        rewards = self._rewards.copy()
-        terminated, truncated = self._terminations.copy(), self._truncations.copy()
+        rewards = np.array(self._rewards, np.float64)
+        terminated, truncated = np.array((self._terminations, self._truncations), np.bool_)
         if self._autoreset:
             ended = [int(i) for i in np.flatnonzero(terminated | truncated) if i in infos]
             finals = {i: {"final_obs": self._observations[i], "final_info": infos[i]} for i in ended}
@@ -232,9 +231,14 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             and isinstance(worker, InlineWorker)
             and worker.alive
             and not (self._checkpoint_every or self._autoreset or self.closed)
-            and self._generations == [worker.generation] * self.num_envs
-            and np.count_nonzero(self._active) == self.num_envs  # a third of the time of all()
+            and self._generations.count(worker.generation) == self.num_envs
+            and all(self._active)
         )
+
+    def _each(self, actions: Any) -> Sequence[Any]:
+        if type(actions) is list and len(actions) == self.num_envs and not self._composed:
+            return actions
+        return actions_of(actions, self.single_action_space, self.action_space, self.num_envs)
 
     def _step_here(self, actions: Sequence[Any]) -> tuple[Any, Floats, Bools, Bools, Infos]:
         """Step all environments, one after the other in this thread: `step` without what only workers need."""
@@ -244,13 +248,13 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         for index in failed:
             transitions[index] = (self._observations[index], 0.0, False, True, self._infos[index])
         observations, rewards, terminated, truncated, told = zip(*transitions)
-        self._observations[:], self._infos[:] = observations, told
-        self._rewards = np.fromiter(rewards, np.float64, len(rewards))
+        self._observations[:], self._infos[:], self._rewards[:] = observations, told, rewards
+        self._terminations[:], self._truncations[:] = terminated, truncated
         if any(terminated) or any(truncated):
-            self._ends[:] = terminated, truncated
-            self._active = ~(self._terminations | self._truncations)
+            self._active = [not (one or other) for one, other in zip(terminated, truncated)]
+            ends = np.array((terminated, truncated), np.bool_)
         else:
-            self._ends.fill(False)
+            ends = np.zeros((2, len(rewards)), np.bool_)
         if failed:
             infos = dict(enumerate(told))
             for index, error in failed.items():
@@ -258,7 +262,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             batch = self._batched(infos)
         else:
             batch = batch_all(told)
-        return self._observe(), self._rewards.copy(), *self._ends.copy(), batch
+        return self._observe(), np.fromiter(rewards, np.float64, len(rewards)), *ends, batch
 
     def render(self) -> tuple[Any, ...]:
         """Rendered frames of every environment."""
@@ -291,7 +295,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
     @property
     def active(self) -> Bools:
         """(n,) bool: environments that can be stepped: reset or restored, and neither finished nor failed since."""
-        return self._active.copy()
+        return np.array(self._active, np.bool_)
 
     @property
     def infos_list(self) -> list[dict[str, Any]]:
@@ -381,7 +385,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         """
         if k < 1:
             raise ValueError(f"expected at least 1 fork, found k={k}")
-        free = [int(i) for i in np.flatnonzero(~self._active)]
+        free = [index for index, active in enumerate(self._active) if not active]
         if len(free) < k:
             raise NotEnoughIdle(f"expected {k} idle environments to fork onto, found {len(free)}: {free}")
         chosen = free[:k]
@@ -393,14 +397,16 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             self._on_error = report
         failed = [index for index in chosen if index in self.errors]
         if failed:
-            self._active[chosen] = False
+            for index in chosen:
+                self._active[index] = False
             failure = self.errors[failed[0]]
             raise (failure.__cause__ if type(failure) is EnvFailure else None) or failure
         return chosen
 
     def idle(self, indices: Sequence[int]) -> None:
         """Give up the episodes of these environments: they can then be forked onto, but not stepped."""
-        self._active[[self._index(i) for i in indices]] = False
+        for index in [self._index(i) for i in indices]:
+            self._active[index] = False
 
     # The mechanism.
 
@@ -428,6 +434,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
                 )
         n = self.num_envs
         self._of_text = isinstance(self.single_observation_space, (spaces.Text, Unicode))
+        self._composed = isinstance(self.single_action_space, (spaces.Tuple, spaces.Dict))
         self.observation_space = batch_space(self.single_observation_space, n)
         self.action_space = batch_space(self.single_action_space, n)
         mode = AutoresetMode.SAME_STEP if self._autoreset else AutoresetMode.DISABLED
@@ -436,10 +443,9 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         self._snapshot_spec = first.snapshot_spec
         self._observations: list[Any] = [placeholder(self.single_observation_space) for _ in range(n)]
         self._infos: list[dict[str, Any]] = [{} for _ in range(n)]
-        self._rewards = np.zeros(n)
-        self._ends = np.zeros((2, n), np.bool_)
-        self._terminations, self._truncations = self._ends  # views
-        self._active = np.zeros(n, np.bool_)
+        # Lists, of which arrays are made when they are returned: a step has less to do with them.
+        self._rewards = [0.0] * n
+        self._terminations, self._truncations, self._active = [False] * n, [False] * n, [False] * n
 
     def _reset(
         self, chosen: Sequence[int], seeds: Sequence[Any] | None = None, options: Sequence[Any] | None = None
