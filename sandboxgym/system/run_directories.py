@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
 import hashlib
 import importlib
 import json
@@ -29,8 +28,9 @@ import socket
 import stat
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -58,10 +58,10 @@ _reapers: dict[str, Reaper | str] = {  # a process that has not imported what cl
     "conformance": "sandboxgym.conformance.supervision.scratch:clear",
 }
 _claimed: dict[Path, int] = {}
-_changing: dict[object, int] = {}
-"""Process by the path, or any other sign, of a directory that one of its threads makes or removes just now."""
-_ended = False
-"""True once this process gives everything back because it ends; its other threads may not know yet."""
+_changing: dict[object, tuple[int, int]] = {}
+"""Process and thread of each call that makes or removes a directory just now."""
+_ends: tuple[int, int] | None = None
+"""Process and thread in which this process began to end; its other threads may not know yet."""
 _PATIENCE = 10.0
 """Seconds that the end of the process waits for `_changing`."""
 _reaped_by: set[int] = set()
@@ -154,17 +154,16 @@ def claim(kind: str) -> Path:
     The first claim of a process reaps what others left, whatever their kind.
 
     Raises:
-        RuntimeError: the process is ending and has given its run directories back.
+        RuntimeError: another thread is ending the process.
     """
     if not re.fullmatch(r"[a-z][a-z0-9_]*", kind):
         raise ValueError(f"expected a kind such as 'namespace' or 'docker', found {kind!r}")
     if os.getpid() not in _reaped_by:
         _reaped_by.add(os.getpid())
         reap()
-    root, owner, making = runtime_dir(), ProcessIdentity.me(), object()
-    _changing[making] = owner.pid
-    try:
-        if _ended:
+    root, owner = runtime_dir(), ProcessIdentity.me()
+    with _change():
+        if ending():
             raise RuntimeError("this process is ending: what it claims now would be left behind")
         staging = Path(tempfile.mkdtemp(prefix=f"{_CLAIM}{_name(owner)}-", dir=root))
         try:
@@ -175,20 +174,37 @@ def claim(kind: str) -> Path:
             shutil.rmtree(staging, ignore_errors=True)
             raise
         _claimed[path] = owner.pid
-    finally:
-        del _changing[making]
     return path
 
 
 def give_back(path: Path) -> None:
     """Remove a run directory of this process, through its reaper. Idempotent."""
-    _changing[path] = os.getpid()
-    _claimed.pop(path, None)
-    try:
+    with _change():
+        _claimed.pop(path, None)
         if path.exists():
             _remove_run(path)
+
+
+def ending() -> bool:
+    """True in a thread of a process that another of its threads is ending."""
+    return _ends is not None and _ends[0] == os.getpid() and _ends[1] != threading.get_ident()
+
+
+def begin_end() -> None:
+    """Refuse claims of other threads from now on: this one ends the process."""
+    global _ends
+    _ends = os.getpid(), threading.get_ident()
+
+
+@contextlib.contextmanager
+def _change() -> Iterator[None]:
+    """Have the end of the process wait, if another thread ends it."""
+    token = object()
+    _changing[token] = os.getpid(), threading.get_ident()
+    try:
+        yield
     finally:
-        _changing.pop(path, None)
+        del _changing[token]
 
 
 def register_reaper(kind: str, reaper: Reaper | str) -> None:
@@ -325,19 +341,13 @@ def _remove_run(path: Path) -> None:
         assert callable(reaper)
         reaper(path)
     _check_unmounted(path)
-    for last in (False, False, True):  # a thread of a process that ends may write there meanwhile
-        for entry in path.iterdir():
-            if entry.name != OWNER:
-                remove_tree(entry)
-        (path / OWNER).unlink(missing_ok=True)  # after the rest, for without it a directory is nobody's
-        try:
-            path.rmdir()
-            return
-        except FileNotFoundError:  # another process may have reaped it just now
-            return
-        except OSError as error:
-            if last or error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
+    if not path.name.startswith(_CLAIM) and (path / OWNER).exists():
+        # Under a name that says whose it is, as its owner's record goes with the rest; and threads of a process that
+        # ends, which write there by its path, no longer find it.
+        owner, suffix = ProcessIdentity.read(path), path.name.rpartition("-")[2]
+        path = path.rename(path.with_name(f"{_CLAIM}{_name(owner)}-{suffix}"))
+    with contextlib.suppress(FileNotFoundError):  # another process may have reaped it just now
+        remove_tree(path)
 
 
 def _check_unmounted(path: Path) -> None:
@@ -393,17 +403,15 @@ def mount_points() -> list[Path]:
 @atexit.register
 def _give_back_all() -> None:
     """Remove what this process claimed, and wait for its threads that make or remove such directories now."""
-    global _ended
-    _ended = True
-    end = time.monotonic() + _PATIENCE
-    while (left := _of_this_process(_claimed)) or (_of_this_process(_changing) and time.monotonic() < end):
+    begin_end()
+    me, end = (os.getpid(), threading.get_ident()), time.monotonic() + _PATIENCE
+    while True:
+        # Before the table is read: what a thread claims meanwhile is in it.
+        busy = [who for who in list(_changing.values()) if who[0] == me[0] and who != me]
+        left = [path for path, pid in list(_claimed.items()) if pid == me[0]]  # a fork inherits its parent's
         for path in left:
             with contextlib.suppress(Exception):  # the others are given back all the same
                 give_back(path)
-        if not left:
-            time.sleep(0.01)
-
-
-def _of_this_process(table: dict[Any, int]) -> list[Any]:
-    """Those in a table that a forked child inherits."""
-    return [path for path, pid in list(table.items()) if pid == os.getpid()]
+        if not left and (not busy or time.monotonic() > end):
+            return
+        time.sleep(0.01 if busy else 0)

@@ -120,3 +120,75 @@ def test_a_lock_is_seen_while_it_is_held_and_no_longer(tmp_path: Path) -> None:
 
 def test_a_lock_that_cannot_be_judged_counts_as_held(tmp_path: Path) -> None:
     assert run_directories.is_locked(tmp_path), "a directory cannot be opened as a file"
+
+
+_WRITING = """
+import sys, threading
+from sandboxgym.system import run_directories
+from sandboxgym.system.serving import leave
+
+def write(number):
+    n = 0
+    while True:
+        n += 1
+        try:
+            (path / f"{number}-{n}").touch()
+        except OSError:
+            pass
+        if n > 50:
+            begun.set()
+
+path, begun = run_directories.claim("copy"), threading.Event()
+for number in range(4):
+    threading.Thread(target=write, args=(number,), daemon=True).start()
+begun.wait()
+leave(0)
+"""
+
+
+def test_what_threads_write_while_their_process_ends_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the latest with the next claim: a directory without its owner's record would stay for good."""
+    monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(tmp_path))
+    subprocess.run([sys.executable, "-c", _WRITING], check=True)
+    assert not list(tmp_path.glob("copy-*"))
+    subprocess.run(
+        [sys.executable, "-c", "from sandboxgym.system.run_directories import claim; claim('copy')"], check=True
+    )
+    assert [path.name for path in tmp_path.iterdir()] in ([".lock"], [])
+
+
+_LAST = """
+import atexit, os, threading
+
+def last():
+    pid = os.fork()
+    if not pid:
+        print("fork:", run_directories.claim("copy").name.split("-")[0], flush=True)
+        run_directories._give_back_all()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    print("same thread:", run_directories.claim("copy").name.split("-")[0])
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+
+def other():
+    try:
+        run_directories.claim("copy")
+    except RuntimeError as error:
+        print("other thread:", error)
+
+atexit.register(last)  # runs after those that are registered later
+from sandboxgym.system import run_directories
+run_directories.claim("copy")
+"""
+
+
+def test_who_may_claim_while_a_process_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(tmp_path))
+    said = subprocess.run([sys.executable, "-c", _LAST], check=True, capture_output=True, text=True).stdout
+    assert said.splitlines() == [
+        "fork: copy",
+        "same thread: copy",
+        "other thread: this process is ending: what it claims now would be left behind",
+    ]

@@ -220,6 +220,38 @@ def test_masks_leave_the_others_as_they_were(vector, mode):
         vec.step(["a"] * 3, mask=[0, 2])
 
 
+class Odd(gym.Env):
+    """Its action is what it answers; it empties the list of all actions."""
+
+    observation_space = action_space = gym.spaces.Discrete(2)
+    actions: list = []
+
+    def reset(self, *, seed=None, options=None):
+        return 0, {}
+
+    def step(self, action):
+        self.actions.clear()
+        return 0, *action, {}
+
+
+def test_odd_rewards_flags_and_lists_change_no_later_step():
+    """Of a masked step and one of all in this thread, which keep them in the same place."""
+    vec = SnapshotVectorEnv([Odd, Odd])
+    vec.reset(seed=0)
+    reward, flag = np.array(0.5), np.array(False)
+    Odd.actions = [(reward, [], flag), (0.25, (), False)]
+    _, rewards, terminated, truncated, _ = vec.step(Odd.actions)
+    assert rewards.tolist() == [0.5, 0.25] and not terminated.any() and not truncated.any()
+    with pytest.raises(ValueError):
+        vec.step([(0.5, [0], False), (0.25, False, False)])
+    assert vec.active.tolist() == [True, True]
+    reward[...], flag[...] = 99, True
+    _, rewards, terminated, truncated, _ = vec.step([None, (np.float32(2), 1, 0)], mask=np.array([False, True]))
+    assert rewards.tolist() == [0.5, 2.0]
+    assert terminated.tolist() == [False, True] and truncated.tolist() == [False, False]
+    assert vec.active.tolist() == [True, False]
+
+
 def test_what_is_not_active_is_not_stepped(vector):
     vec = vector()
     assert vec.observations == ("", "", "")

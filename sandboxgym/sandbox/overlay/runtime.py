@@ -491,20 +491,18 @@ def _how(path: Path, mount_points: Sequence[Path]) -> str:
 
 
 _runtime: Runtime | None = None
-_runtime_lock = threading.Lock()
-_ending = False
-"""True once the runtime was closed for good: a thread whose call goes on while the process ends gets no other one."""
+_runtime_lock = threading.RLock()  # a signal may end the process in the thread that makes a runtime
 
 
 def runtime() -> Runtime:
     """The runtime of this process; made at the first call, and again where it died.
 
     Raises:
-        SandboxUnavailable: there can be none here, or the process is ending.
+        SandboxUnavailable: there can be none here, or another thread is ending the process.
     """
     global _runtime
     with _runtime_lock:
-        if _ending:
+        if run_directories.ending():  # else a thread whose call goes on would make another one
             raise SandboxUnavailable("this process is ending: a sandbox that started now would outlive it")
         if _runtime is not None and (_runtime.pid != os.getpid() or not _runtime.live):
             _runtime.forget()
@@ -518,10 +516,8 @@ def runtime() -> Runtime:
 
 @atexit.register
 def _close_runtime() -> None:
-    global _ending
-    waited = _runtime_lock.acquire(timeout=_STOP_SECONDS)  # a thread may be making it
-    _ending = True
-    if waited:
+    run_directories.begin_end()
+    if _runtime_lock.acquire(timeout=_STOP_SECONDS):  # a thread may be making one
         _runtime_lock.release()
     if _runtime is not None and _runtime.pid == os.getpid():
         _runtime.close()
@@ -530,7 +526,7 @@ def _close_runtime() -> None:
 def _unlock() -> None:
     """Forget in a fork that a thread of its parent held the lock."""
     global _runtime_lock
-    _runtime_lock = threading.Lock()
+    _runtime_lock = threading.RLock()
 
 
 os.register_at_fork(after_in_child=_unlock)

@@ -99,6 +99,11 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         >>> vec.close()
     """
 
+    _rewards: list[float]
+    _terminations: list[bool]
+    _truncations: list[bool]
+    _active: list[bool]
+
     def __init__(
         self,
         env_fns: Sequence[MakeEnv],
@@ -237,7 +242,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
 
     def _each(self, actions: Any) -> Sequence[Any]:
         if type(actions) is list and len(actions) == self.num_envs and not self._composed:
-            return actions
+            return [*actions]  # an environment may change the caller's
         return actions_of(actions, self.single_action_space, self.action_space, self.num_envs)
 
     def _step_here(self, actions: Sequence[Any]) -> tuple[Any, Floats, Bools, Bools, Infos]:
@@ -248,13 +253,13 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         for index in failed:
             transitions[index] = (self._observations[index], 0.0, False, True, self._infos[index])
         observations, rewards, terminated, truncated, told = zip(*transitions)
-        self._observations[:], self._infos[:], self._rewards[:] = observations, told, rewards
-        self._terminations[:], self._truncations[:] = terminated, truncated
-        if any(terminated) or any(truncated):
-            self._active = [not (one or other) for one, other in zip(terminated, truncated)]
-            ends = np.array((terminated, truncated), np.bool_)
-        else:
-            ends = np.zeros((2, len(rewards)), np.bool_)
+        gained, ends = np.fromiter(rewards, np.float64, len(rewards)), np.zeros((2, len(rewards)), np.bool_)
+        if ended := any(terminated) or any(truncated):
+            ends[:] = terminated, truncated
+        self._observations[:], self._infos[:], self._rewards = observations, told, gained.tolist()
+        self._terminations, self._truncations = ends.tolist()
+        if ended:
+            self._active = [not (one or other) for one, other in zip(self._terminations, self._truncations)]
         if failed:
             infos = dict(enumerate(told))
             for index, error in failed.items():
@@ -262,7 +267,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             batch = self._batched(infos)
         else:
             batch = batch_all(told)
-        return self._observe(), np.fromiter(rewards, np.float64, len(rewards)), *ends, batch
+        return self._observe(), gained, *ends, batch
 
     def render(self) -> tuple[Any, ...]:
         """Rendered frames of every environment."""
