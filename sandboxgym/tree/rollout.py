@@ -70,7 +70,7 @@ def rollout(
             what is quick: a limit for when something is wrong. None: as long as it takes.
 
     Raises:
-        ValueError: the policy returned None at the first step of a path; or a journal was given with ``look``.
+        ValueError: a journal was given with ``look``.
         TimeoutError: of the timeout, unless there are ``retries``.
         Exception: whatever an environment raised, unless there are ``retries``.
     """

@@ -53,7 +53,7 @@ leave(0)
 def test_threads_that_go_on_while_a_process_ends_leave_nothing(
     backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a server whose client waits for a call."""
+    """A server whose client still waits for a call ends like this."""
     check(backend)
     for n in range(6):
         folder = tmp_path / str(n)

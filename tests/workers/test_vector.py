@@ -235,7 +235,7 @@ class Odd(gym.Env):
 
 
 def test_odd_rewards_flags_and_lists_change_no_later_step():
-    """Of a masked step and one of all in this thread, which keep them in the same place."""
+    """A masked step finds what a step of all environments in this thread kept."""
     vec = SnapshotVectorEnv([Odd, Odd])
     vec.reset(seed=0)
     reward, flag = np.array(0.5), np.array(False)
