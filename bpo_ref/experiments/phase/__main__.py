@@ -18,7 +18,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from bpo_ref.experiments.phase.diagram import FOLDER, SETTINGS, DiagramSetting, read_settings, table
+from bpo_ref.experiments.phase.diagram import FOLDER, SETTINGS, DiagramSetting, cost_at, read_settings, table
 from bpo_ref.experiments.phase.measure import rounded, sweep
 from bpo_ref.experiments.variance import VarianceStudy
 
@@ -26,11 +26,16 @@ DOCS = Path("docs")
 
 
 def place(given: argparse.Namespace) -> None:
-    """Append a setting's place to the data; one that is there is left."""
+    """Print where a policy is in the diagram, and the costs predicted there; append a row of the page to its data, too.
+
+    A row that is there already is printed and not measured again.
+    """
     from bpo_ref.experiments.phase.placing import place as measured  # imports PyTorch
 
-    if any(setting.name == given.name for setting in read_settings(given.docs)):
-        return
+    for setting in read_settings(given.docs):
+        if setting.name == given.name:
+            print(f"{given.name} is a row of the page already; give another policy another name\n{_described(setting)}")
+            return
     found = measured(
         VarianceStudy(
             given.checkpoint,
@@ -52,9 +57,21 @@ def place(given: argparse.Namespace) -> None:
         given.tasks,
         (given.repeats, given.pilot),
     )
-    with (given.docs / FOLDER / "settings.jsonl").open("a", encoding="utf-8") as file:
-        file.write(json.dumps(rounded(asdict(setting))) + "\n")
-    print(setting, found.pooled)
+    if given.name in SETTINGS:
+        with (given.docs / FOLDER / "settings.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(rounded(asdict(setting))) + "\n")
+    print(_described(setting))
+
+
+def _described(setting: DiagramSetting) -> str:
+    late, quality = setting.lateness, setting.quality
+    costs = {method: cost_at(method, late.value, quality.value) for method in ("rloo-pooled", "bpo")}
+    predicted = ", ".join(f"`{method}` {cost:.2f}" for method, cost in costs.items())
+    return (
+        f"{setting.name}: L = {late}, ρ = {quality} (90 % intervals over {setting.tasks} tasks), "
+        f"mean return {setting.reward:.2f}, {setting.turns:.1f} turns\n"
+        f"predicted by the chain's formula, tokens for equal gradient variance relative to RLOO: {predicted}"
+    )
 
 
 def main() -> None:
@@ -66,7 +83,7 @@ def main() -> None:
         commands.add_parser(world, help="measure the cells that are missing")
     commands.add_parser("table", help="print the tables")
     placing = commands.add_parser("place", help="measure L and ρ of a policy")
-    placing.add_argument("name", choices=SETTINGS, help="the setting")
+    placing.add_argument("name", help="any; that of a row of the page is added to its data")
     placing.add_argument("--checkpoint", required=True)
     placing.add_argument("--config", required=True)
     placing.add_argument("--env-kwargs", nargs="*", default=[])

@@ -9,6 +9,7 @@ import pytest
 from test_presets import chain_mdp, decided
 
 from bpo_ref.experiments.phase import diagram, household
+from bpo_ref.experiments.phase.__main__ import main as phase_command
 from bpo_ref.experiments.phase.chain import Chain, predicted
 from bpo_ref.experiments.phase.measure import (
     COARSE,
@@ -23,8 +24,8 @@ from bpo_ref.experiments.phase.measure import (
     read_cells,
     settings,
 )
-from bpo_ref.experiments.phase.placing import placed
-from bpo_ref.experiments.variance import VarianceStudy
+from bpo_ref.experiments.phase.placing import DiagramPlace, placed
+from bpo_ref.experiments.variance import Estimate, VarianceStudy
 from sandboxgym.tree import Schedule, rollout
 
 DOCS = Path(__file__).parents[3] / "docs"
@@ -102,6 +103,29 @@ def test_a_place_follows_from_the_three_squared_errors() -> None:
     assert found.pooled.value == pytest.approx(5 / 8)
     expected = 7 / 8 * (1 - found.quality.value * (1 - found.lateness.value))
     assert found.pooled.value == pytest.approx(expected)  # what the diagram predicts for rloo-pooled
+
+
+def test_a_policy_of_ones_own_is_placed_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = DiagramPlace(Estimate(0.5, 0.4, 0.6), Estimate(0.45, 0.2, 0.7), Estimate(0.68, 0.5, 0.8), 0.31, 7.4)
+    studies = []
+    monkeypatch.setattr("bpo_ref.experiments.phase.placing.place", lambda study: studies.append(study) or found)
+    command = ["phase", "--docs", str(tmp_path), "place", "mine", "--checkpoint", "c", "--config", "f", "--tasks", "5"]
+    monkeypatch.setattr("sys.argv", command)
+    phase_command()
+    said = capsys.readouterr().out
+    assert "mine: L = 0.50 [0.40, 0.60], ρ = 0.45 [0.20, 0.70] (90 % intervals over 5 tasks)" in said
+    assert f"`rloo-pooled` {7 / 8 * (1 - 0.45 * 0.5):.2f}" in said
+    assert studies[0].tasks == 5 and not list(tmp_path.iterdir())
+
+
+def test_a_row_of_the_page_is_printed_from_its_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["phase", "place", "ALFWorld", "--checkpoint", "none", "--config", "none"])
+    phase_command()
+    assert "ALFWorld is a row of the page already; give another policy another name" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("world", ["chain", "alfworld"])
