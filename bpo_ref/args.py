@@ -140,13 +140,14 @@ class Args:
     system: str | None = None
     """System prompt that replaces the one of ``prompt``."""
     context: int = 768
-    """Maximum tokens per episode; longer episodes are truncated."""
+    """Maximum tokens per episode, or with ``history`` per turn; longer ones are truncated."""
     observation_tokens: int = 0
     """Maximum tokens per observation; the middle of longer ones is left out. 0: no limit."""
     max_new_tokens: int = 12
     """Maximum tokens per action."""
     entropy_skip: int | None = None
-    """Prefix of every answer; the entropy of an action is that of the token after it. Default: the prompt's tag."""
+    """Tokens at the start of every answer; the entropy of an action is that of the token after them. Default: the
+    prompt's tag."""
     temperature: float = 1.0
     """Sampling temperature in training; the policy is the tempered distribution."""
     backend: BackendName = "hf"
@@ -235,8 +236,8 @@ class Args:
     epochs: int | None = None
     """Passes over the rollouts of an update. Default: 1; 4 for ``ppo``."""
     minibatches: int | None = None
-    """Optimizer steps per pass; each takes whole tasks, shuffled anew for every pass. Default: 1; for ``ppo`` 4, or as
-    many as ``prompts`` can be split into."""
+    """Optimizer steps per pass; each takes whole tasks, shuffled anew for every pass. Default: 1; for ``ppo`` the
+    greatest common divisor of 4 and ``prompts``."""
     micro_tokens: int = 16384
     """Maximum tokens per forward and backward pass; gradients of larger batches are accumulated."""
     long_rows: Literal["split", "whole", "refuse"] = "split"
@@ -315,7 +316,8 @@ class Args:
     """Rollouts from a restored state to estimate its value; not trained on. VinePPO's count towards the budget, the
     oracle's do not."""
     mc_turns: int = 0
-    """VinePPO: number of turns per path at which the state is valued, drawn from ``max_turns`` beforehand; 0: all."""
+    """VinePPO: largest number of turns per path at which the state is valued, drawn from ``max_turns`` beforehand;
+    those after the end of the episode, and the first turn, are not valued. 0: all."""
     lam: float = 0.95
     """λ of Eq. 8, in agent steps."""
     gamma: float = 1.0
@@ -390,7 +392,8 @@ class Args:
     journal: Literal["exact", "quick", "off"] = "exact"
     """Keep what environments answered since the last checkpoint, so that ``resume`` repeats no step of a killed run.
     ``exact`` samples the actions again: all numbers are those of an undisturbed run. ``quick`` takes them from the
-    journal, too: the same actions, but later ones may be rounded otherwise."""
+    journal, too: the same actions, but later ones may be rounded otherwise. There is none with ``lookahead`` or
+    ``staleness``."""
     trackers: tuple[str, ...] = ("tensorboard",)
     """Trackers of accelerate that receive every logged number (wandb, mlflow, trackio, …)."""
 

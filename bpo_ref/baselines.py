@@ -30,8 +30,15 @@ Gather: TypeAlias = Callable[[list[Any]], list[Any]]
 
 
 def state_key(node: Node, kind: str) -> StateKey:
-    """Key by which states are pooled: the turn; the environment's progress key and half the turn; or these and the
-    number of answers refused in a row (0, 1, 2 or more).
+    """Key by which states are pooled.
+
+    Args:
+        node: the state.
+        kind: ``turn``: the turn; ``key``: the environment's progress key and half the turn, rounded down; ``refusals``:
+            these two, and the number of answers refused in a row (0, 1, 2 or more).
+
+    Raises:
+        ConfigError: the progress key is not plain data; see `plain_key`.
     """
     if kind == "turn":
         return node.depth
@@ -67,8 +74,8 @@ def plain_key(key: Any) -> StateKey:
     """Convert a ``progress_key`` to plain data for checkpoints and other processes; equal keys stay equal.
 
     Raises:
-        ConfigError: it is, or holds, something else than text, bytes, numbers, None, enumeration members, NumPy's
-            numbers, tuples and frozen sets of these.
+        ConfigError: it is or contains anything other than text, bytes, numbers (also NumPy's), None, enumeration
+            members, and tuples or frozen sets of these.
     """
     if key is None or type(key) in (str, int, float, bool, bytes):
         return key
@@ -202,8 +209,13 @@ class StateBaseline:
         return (self._values - self._by_index[index].value) / n if n else 0.0
 
     def __call__(self, index: int, root: int, key: StateKey, prior: float | None = None) -> float:
-        """Baseline at a state key for a step of one independent rollout (or of its forks) of one task; m is ``prior``
-        if that is given.
+        """Baseline for a step at a state key.
+
+        Args:
+            index: index of the task in the batch.
+            root: index of the independent rollout that the step, or the path it was forked off, belongs to.
+            key: state key.
+            prior: m. None: computed from the other tasks.
         """
         n_task, s_task = self._tasks[index].get(key, (0.0, 0.0))
         n_own, mean_own, _ = self._by_index[index].roots[root].get(key, (0.0, 0.0, 0.0))
@@ -244,7 +256,7 @@ class EntropyThreshold:
         self.history.extend(list(path)[self._first :] for path in paths)
 
     def value(self) -> float | None:
-        """The threshold; None before the first batch."""
+        """The threshold; None before the first batch, and where M is 0."""
         highest = [h for path in self.history for h in sorted(path)[-math.ceil(self._points) :]]
         if not highest or not self._points:
             return None
@@ -329,7 +341,12 @@ class ValueTable:
         return (typed[power] + self.KIND * mean) / (typed[0] + self.KIND)
 
     def trusts(self, low: float, *, least: float = 10.0) -> bool:
-        """True if states valued at most ``low`` had at most twice that return in later batches."""
+        """True if states valued at most ``low`` had at most twice that mean return in later batches.
+
+        Args:
+            low: the bound on V̂ that `observe` was given.
+            least: smallest number of rollouts through such states, old ones discounted by ``decay``.
+        """
         n, total = self._low
         return n >= least and total / n <= 2 * low
 
@@ -401,7 +418,7 @@ class ForkDepth:
 
     @staticmethod
     def sample(tree: RolloutTree, returns: Sequence[float]) -> tuple[float, float]:
-        """Make a tree's sample for `observe`; ``returns`` are those of its independent rollouts, two or more."""
+        """Make a tree's sample for `observe` from the returns of its independent rollouts; 0, 0 for fewer than two."""
         if len(returns) < 2:
             return 0.0, 0.0
         within = sum(

@@ -36,7 +36,9 @@ def parse(settings: type[Settings], argv: Sequence[str] | None = None) -> Settin
             ``--no-resume``) or with a value (``--resume True``).
 
     Raises:
-        ConfigError: a file that cannot be read, or a field in it that does not exist; the message names both.
+        ConfigError: the file cannot be read, or has a field that does not exist or a value of another type; the message
+            names both.
+        SystemExit: ``--help`` was asked for, or the command line cannot be read.
     """
     given = sys.argv[1:] if argv is None else argv
     argv = [part for word in given for part in (word.split("=", 1) if word.startswith("--config=") else [word])]

@@ -87,9 +87,9 @@ def evaluate(
 ) -> Score:
     """Play one episode of each of the first ``episodes`` tasks.
 
-    An episode whose environments failed repeatedly is not a success, for a policy that breaks its environments must not
-    score higher by it; its reward and turns are not known, and no 0 takes their place. `Score.dropped` counts these. A
-    masked episode is not a success either; `Score.ends` counts these.
+    An episode whose environments failed repeatedly counts as not solved, so that a policy cannot raise its score by
+    breaking environments. Its reward and turns are unknown and left out of the means; `Score.dropped` counts such
+    episodes. A masked episode counts as not solved too; `Score.ends` counts those.
 
     Args:
         policy: policy of this process.

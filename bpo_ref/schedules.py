@@ -200,7 +200,10 @@ class Split(Forks):
         return self.fork(node, action.position) if wanted else 0
 
     def survival(self, tree: RolloutTree, path: Path, node: Node) -> float:
-        """Return q at a path's first state of V̂ at most ``roulette_below``, from turn 2 on; 1 everywhere else."""
+        """Return q at a path's first state of V̂ at most ``roulette_below``, from turn 2 on; 1 everywhere else.
+
+        It is 1 everywhere until `ValueTable.trusts` such values.
+        """
         identity = (tree.index, path.key)
         if self._survival == 1.0 or node.depth < 2 or identity in self._met:
             return 1.0
@@ -219,7 +222,10 @@ class MonteCarlo(Schedule):
         self._args, self._seed = args, seed
 
     def now(self, tree: RolloutTree, path: Path, node: Node, action: Action) -> int:
-        """Return ``mc_rollouts`` at the valued states of the independent rollouts; once at the root."""
+        """Return ``mc_rollouts`` at the valued states of the independent rollouts, and 0 elsewhere.
+
+        The root is valued once per task, and not at all with ``mc_turns``.
+        """
         args = self._args
         if not independent(path, args) or (node.depth == 0 and (path.key != (0, 0) or args.mc_turns)):
             return 0

@@ -74,8 +74,8 @@ from sandboxgym.tree import Clock, Edge, Failure, Node, RolloutTree
 def back_up(tree: RolloutTree, gamma: float, guess: Callable[[Node], float] = lambda node: 0.0) -> None:
     """Set Q̂ = r + γ V̂(child) on edges and V̂ = mean of the children's Q̂ on nodes.
 
-    Also set the part of each that is luck of the decisions after an action, Λ = γ Λ(child) on edges, and from a state
-    on, the mean of the children's Λ + δ on nodes (`lookahead`).
+    Also set the part Λ of each value that is luck (`lookahead`): on an edge, that of the decisions after its action,
+    γ Λ(child); on a node, that of the decisions from there on, the mean of the children's Λ + δ.
 
     Where roulette was played with survival q, the backed-up value is ``guess`` + [survived] (V̂ - ``guess``) / q. Its
     expectation is the same for every guess that does not depend on the outcome of the roulette.
@@ -240,8 +240,8 @@ def tree_credit(
 
     b = a S + (1 - a) ``parent`` at and below a fork, with S the leave-one-out mean of the nearest fork's children,
     carried forward along one-edge nodes (minus the rewards since); ``parent`` above the first fork and behind roulette.
-    With look-ahead the luck of later decisions is subtracted from Q̂; from the returns in S and of the other independent
-    rollouts that of their own decision is subtracted as well (`fair_value`).
+    With look-ahead the luck of later decisions is subtracted from Q̂. In S and in the mean of the other independent
+    rollouts, the luck of each action's own decision is subtracted as well (`fair_value`).
 
     Args:
         tree: a tree that `back_up` has processed.
@@ -343,7 +343,7 @@ def assign_credit(trees: Sequence[RolloutTree], args: Args, memory: Memory, gath
 
 
 def normalize(trees: Sequence[RolloutTree], gather: Gather) -> None:
-    """Scale advantages to mean 0 and variance 1 over the sampled tokens of all processes."""
+    """Scale advantages to mean 0 and variance 1 over the sampled tokens of all processes that have a weight."""
     edges = [edge for tree in trees for edge in tree.edges() if edge.weight]
     values = np.array([a for e in edges for a in getattr(e.data, "advantages", []) or [e.advantage] * e.action.tokens])
     n, total, squares = (sum(part) for part in zip(*gather([(len(values), values.sum(), (values**2).sum())])))
@@ -364,8 +364,9 @@ def policy_loss(
     """Loss of every token, unweighted, [B, T-1], 0 where it was not sampled; and sums for the log.
 
     Clipped surrogate (Schulman et al., 2017) with separate bounds, plus ``kl`` times an estimate of the divergence
-    from the reference: with p and q the two log-probabilities k3 is exp(q - p) - (q - p) - 1, and k2 (q - p)² / 2. The
-    gradient of ratio x k3, and that of k2 alone, is log(π/ref) ∇ log π: the score-function form of ∇ KL(π‖ref).
+    from the reference. With p and q the log-probabilities under the policy and the reference, k3 is
+    exp(q - p) - (q - p) - 1 and k2 is (q - p)² / 2; each is multiplied by the ratio of the token, for k2 without a
+    gradient. Both have the gradient ratio x log(π/ref) ∇ log π: the score-function form of ∇ KL(π‖ref).
 
     With ``tis`` = C a token's whole loss is multiplied by min(π_old / π_sampler, C): truncated importance sampling, for
     tokens sampled by another program than the one that computes their probabilities (Yao et al., 2025), or by a policy
@@ -378,7 +379,8 @@ def policy_loss(
     Args:
         logps: log-probabilities under the current policy, [B, T-1].
         batch: the sampled tokens.
-        args: ``ratio``, ``clip_low``, ``clip_high``, ``dual_clip``, ``kl``, ``kl_estimator`` and ``tis`` are used.
+        args: ``ratio``, ``clip_low``, ``clip_high``, ``dual_clip``, ``kl``, ``kl_estimator``, ``tis`` and ``tis_level``
+            are used.
         reference: log-probabilities under the reference policy, [B, T-1].
     """
     mask = batch.mask
@@ -411,7 +413,7 @@ def policy_loss(
     if reference is not None:
         apart = (reference - logps).masked_fill(~mask, 0.0)
         divergence = apart**2 / 2 if args.kl_estimator == "k2" else apart.exp() - apart - 1
-        moved = change.exp()  # change of the policy since it sampled
+        moved = change.exp()  # change of the policy since the update began
         loss = loss + (args.kl or 0.0) * divergence * (moved.detach() if args.kl_estimator == "k2" else moved)
         stats["kl"] = (divergence.detach() * mask).sum()
     if args.tis and batch.sampler_logps is not None:

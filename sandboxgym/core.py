@@ -244,8 +244,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
             The observation and info of the captured moment.
 
         Raises:
-            SnapshotMismatch, SnapshotReleased, SnapshotCorrupt: and the environment is as it was. So it is after any
-                other exception too: one that an alarm's handler raises, a full disk (`sandboxgym.errors.from_outside`).
+            SnapshotMismatch, SnapshotReleased, SnapshotCorrupt: the snapshot does not fit, was released, or is damaged.
+            TypeError: ``snap`` is not a `Snapshot`.
+            Exception: any other error, such as one that an alarm's handler raises (`sandboxgym.errors.from_outside`).
+                After every exception the environment is as it was.
         """
         if isinstance(snap, Snapshot) and snap.layers:
             names = ", ".join(layer.name for layer in snap.layers)
@@ -310,6 +312,10 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         Args:
             k: number of environments, at least 1.
             seed: None clones the random streams (siblings share their noise); a seed gives each child its own.
+
+        Raises:
+            TypeError, ValueError: ``k`` is no integer, or below 1.
+            ResetNeeded: before the first ``reset``.
         """
         if isinstance(k, bool) or not isinstance(k, SupportsIndex):
             raise TypeError(f"expected a number of forks, found k={brief(k, 80)}")

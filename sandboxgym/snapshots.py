@@ -38,7 +38,8 @@ class SnapshotSpec:
     """Declaration of the state that an environment's snapshots cover; the conformance suite measures each claim."""
 
     kind: Kind = "memory"
-    """Form of the kept state: memory, files, files and processes, another system's terms, or a replayed prefix."""
+    """Form of the captured state: ``memory``; ``filesystem``: files; ``full``: files and processes; ``logical``: the
+    state in another system's own terms; ``replay``: the actions so far, which a restore repeats."""
     cost: Literal["constant", "written", "steps"] = "constant"
     """Growth of one snapshot's cost: none, with the writes so far, or with the steps so far."""
     rng: bool = True
@@ -52,7 +53,7 @@ class SnapshotSpec:
     cross_host: bool = True
     """A saved snapshot restores on another machine."""
     loses: tuple[str, ...] = ()
-    """Losses although snapshots of this ``kind`` usually hold them, by names of the suite's probes (``file.xattr``)."""
+    """State that is lost although this ``kind`` usually keeps it, by names of the suite's probes (``file.xattr``)."""
 
 
 class Layer(NamedTuple):  # made with every snapshot, in a third of the time of a frozen dataclass
@@ -119,7 +120,11 @@ class Snapshot:
 
     @property
     def digest(self) -> str:
-        """sha256 of the captured content: equal states have equal digests."""
+        """SHA-256 digest of the captured content; equal states have equal digests.
+
+        Raises:
+            SnapshotReleased, SnapshotNotSupported: as by `save`.
+        """
         return serialization.content_digest(self._sections())
 
     @property
@@ -155,7 +160,8 @@ class Snapshot:
         """Read a saved snapshot. Safe on untrusted files.
 
         Raises:
-            SnapshotCorrupt: not an intact snapshot; the message names the file.
+            SnapshotCorrupt: the file is not an intact snapshot; the message names it.
+            OSError: the file cannot be read.
         """
         try:
             return cls.from_bytes(Path(path).read_bytes())
@@ -163,12 +169,20 @@ class Snapshot:
             raise SnapshotCorrupt(f"{os.fspath(path)}: {error}") from error
 
     def to_bytes(self) -> bytes:
-        """The snapshot as the bytes that `save` writes."""
+        """The snapshot as the bytes that `save` writes.
+
+        Raises:
+            SnapshotReleased, SnapshotNotSupported: as by `save`.
+        """
         return serialization.dumps(self._fields(), self._sections())
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Snapshot:
-        """Decode a snapshot from the bytes of `to_bytes`."""
+        """Decode a snapshot from the bytes of `to_bytes`. Safe on untrusted bytes.
+
+        Raises:
+            SnapshotCorrupt: they are not those of an intact snapshot.
+        """
         return cls.from_sections(*serialization.loads(data))
 
     def to_pieces(self) -> tuple[dict[str, Any], dict[str, Sequence[Piece]]]:

@@ -233,7 +233,8 @@ class TaskEnv(SnapshotEnv[ObsT, ActT]):
         """Position in ``tasks()`` of a task, given by position or id.
 
         Raises:
-            TaskNotFound: there is none.
+            TaskNotFound: there is no such task.
+            TypeError: ``task`` is neither text nor an integer.
         """
         rows = self.tasks()
         if isinstance(task, str):

@@ -11,7 +11,13 @@ __all__ = ["Strategy", "chosen"]
 
 
 def chosen(accelerator: Accelerator, *, dtype: torch.dtype, clip: float) -> Strategy:
-    """Make the strategy that the launcher asked for; see `Strategy` for the arguments."""
+    """Make the strategy that the launcher asked for; with one process FSDP2 becomes `Replicated`.
+
+    Args:
+        accelerator: accelerator of the run.
+        dtype: compute dtype.
+        clip: largest norm of a gradient.
+    """
     kind: type[Strategy] = Replicated
     if zero3.wanted():
         kind = zero3.Zero3

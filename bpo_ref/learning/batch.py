@@ -60,7 +60,7 @@ class Batch:
     step: Tensor  # [B, T-1] number of the action in the batch that the token belongs to, -1 where it was not sampled
     advantage: Tensor  # [B, T-1]
     weight: Tensor  # [B, T-1]
-    old_logps: Tensor  # [B, T-1] under the policy that has sampled, by the trainer or the sampler; 0 where not known
+    old_logps: Tensor  # [B, T-1] before the update, by the trainer or, if not measured, the sampler; 0 if not known
     old_values: Tensor | None = None  # [B, T-1] of a value head before the update
     targets: Tensor | None = None  # [B, T-1] of the values, NaN where they are not trained
     sampler_logps: Tensor | None = None  # [B, T-1] by the sampler; None: as `old_logps`
@@ -124,8 +124,8 @@ def micro_batches(rows: Sequence[PathRow], args: Args, idle: PathRow | None = No
     The last batch is one that a single pass computes, if need be ``idle``: its gradients are reduced over processes,
     which a row in parts, bare of data parallelism, would not have done.
 
-    Those without any advantage are left out where they cannot matter, and with them what only they would have made of
-    a packed tree; one stays, for data parallel processes must all take part in the reduction of the gradients.
+    Rows without any advantage are left out where neither a KL term nor a value head needs them. If no row has one, the
+    first stays, because all data-parallel processes must take part in reducing the gradients.
     """
     matter = args.kl or args.critic
     moving = [row for row in rows if matter or any(edge.advantage for edge in row.edges)] or list(rows[:1])

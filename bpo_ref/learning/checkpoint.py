@@ -39,7 +39,10 @@ def save_checkpoint(
         model: a transformers or PEFT model, which writes its adapters alone.
         tokenizer: goes with it.
         state: the trainer's.
-        weights: of the model, where they are not its own parameters (shards).
+        weights: the model's full weights, where its own parameters are shards.
+
+    Raises:
+        OSError: the checkpoint cannot be written.
     """
     with replaced(folder) as fresh:
         model.save_pretrained(fresh, **({} if weights is None else {"state_dict": weights}))

@@ -45,8 +45,8 @@ ATTENTION = "bpo_tree"
 BLOCK = 128
 """Tokens of a block of FlexAttention."""
 VARIANTS = 64
-"""Compiled forms of FlexAttention that a process may have: with and without gradients, autocast, parts, each length at
-first. From PyTorch's limit on, which is 8, it would hold the scores of all pairs of tokens."""
+"""Number of compiled variants of FlexAttention that a process may have: with and without gradients, autocast or parts,
+and at first one for each length. Beyond PyTorch's default of 8, it would fall back to the scores of all token pairs."""
 
 
 class Unpackable(ConfigError):
@@ -347,8 +347,11 @@ def _refuse(model: CausalLM, what: str, apart: float, dtype: torch.dtype) -> Non
 def packing_error(model: CausalLM) -> tuple[float, torch.dtype]:
     """Difference of packed and flat logits of a small tree, relative to the change that losing the prefix would make.
 
-    Below 1e-6 in fp32 and 0.01 in bf16; about 1 where the mask is not kept to, 0.002 and more where positions are not.
-    Also returns what they were computed in.
+    It is below 1e-6 in fp32 and below 0.01 in bf16. A model that ignores the mask gives about 1; one that ignores the
+    positions gives 0.002 or more.
+
+    Returns:
+        The difference, and the dtype of the logits.
     """
     with _tried(model) as (ids, packing):
         flat = _flat(model, ids)

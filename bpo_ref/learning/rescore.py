@@ -38,10 +38,14 @@ def rescore(
 
     Args:
         trees: changed in place.
-        args: ``critic``, ``kl``, ``kl_in``, ``tis``, ``tis_level``, ``staleness``, ``pack``, ``micro_tokens`` are used.
-        policy: the policy that has sampled.
+        args: ``critic``, ``kl``, ``kl_in``, ``tis``, ``tis_level``, ``staleness``, ``pack``, ``micro_tokens`` and
+            ``long_rows`` are used.
+        policy: the policy to be trained; with ``staleness`` an earlier one has sampled.
         reference: used only where the divergence is subtracted from the rewards.
-        device: device of the tensors that they are given.
+        device: device of the tensors that both are given.
+
+    Raises:
+        ValueError: with ``staleness``, an action has no log-probabilities of the sampler.
     """
     unknown = any(not edge.action.data.logps for tree in trees for edge in tree.edges())
     measured = unknown or args.tis > 0

@@ -60,9 +60,9 @@ def told_of(info: Any) -> tuple[float, ...]:
 class ValueNetwork:
     """The mean of `MEMBERS` networks of two hidden layers, fitted to the last batches by squared error.
 
-    Inputs are the features, the turn, the turns left, refusals in a row, and the type of task. Each batch, all that is
-    kept is gone through again for `STEPS` steps of `SIZE` states, drawn by their weights, which fall by ``decay`` with
-    every later batch, from where the last fit ended.
+    Inputs are the features, the turn, the turns left, refusals in a row, and the type of task. After each batch the fit
+    continues from the current weights for `STEPS` optimizer steps. Each step draws `SIZE` states from the last `KEPT`
+    batches, in proportion to their weights; every later batch multiplies the weights of an earlier one by ``decay``.
 
     Args:
         limit: turns of an episode.
@@ -110,7 +110,11 @@ class ValueNetwork:
         return [middle + spread * value for value in told.double().tolist()]
 
     def observe(self, found: Sequence[Example]) -> None:
-        """Fit the network to the last batches, this one included."""
+        """Fit the network to the last batches, this one included.
+
+        Raises:
+            ConfigError: states differ in how many features they have.
+        """
         if not found:
             return
         for example in found:

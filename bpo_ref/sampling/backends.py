@@ -93,7 +93,9 @@ def make_backend(
         fleet: the engines that already serve these weights, for ``vllm``.
 
     Raises:
-        ValueError: ``vllm`` without engines.
+        ValueError: the temperature is not positive; or for ``vllm``, there are no engines, or ``pinned`` and
+            ``entropies`` are both set.
+        NotImplementedError: ``hf`` with a model that has other than full attention.
     """
     sampling: dict[str, Any] = {
         "stop_ids": stop_ids,

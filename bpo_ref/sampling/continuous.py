@@ -133,7 +133,10 @@ class ContinuousSession:
     def generate(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None = None) -> list[Generation]:
         """Sample one turn of each row; the first of ``rngs`` seeds them all, without ``rngs`` they are greedy.
 
-        Raises `ContextOverflow`, `StaleSession` and `GenerationFailed`.
+        Raises:
+            ContextOverflow: a row has no room left.
+            StaleSession: the weights have changed since the session was opened.
+            GenerationFailed: continuous batching failed on a request.
         """
         generator = self._generator
         if weights_version(generator.model) != self._weights:

@@ -2,8 +2,8 @@
 
 What this module promises:
 
-1. Every request names the version of the weights that it wants, and `checked` refuses an answer of which a single token
-   was drawn from others: the engine tells the version of every token.
+1. Every request names the version of the weights that it wants, and the engine reports the version for every token.
+   `checked` refuses an answer if even one token was drawn from other weights.
 2. An answer is taken only if it is exactly what was asked for: one turn, its end where it must be, one finite
    log-probability for every token. Anything else is a `BadAnswer`.
 3. Errors are of two kinds: after an `EngineUnavailable`, a `BadAnswer` or `OtherWeights` the request may be repeated,

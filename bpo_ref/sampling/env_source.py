@@ -61,6 +61,7 @@ def env_source(
         threads: environments of this process that step at the same time.
 
     Raises:
+        ValueError: ``kwargs``, ``resources``, ``labels`` or ``limits`` cannot be read.
         FleetError: the Ray cluster cannot be reached, or has no room for workers.
         DependencyNotInstalled: Ray is not installed.
     """

@@ -55,8 +55,10 @@ class StaleSession(RuntimeError):
 
 @dataclass(frozen=True)
 class Generation:
-    """One sampled assistant turn. Log-probabilities and entropies (nats) are those of the tempered distribution
-    over the full vocabulary; `entropies[0]` scores the decision as a branch point.
+    """One sampled assistant turn, with what is known about each of its tokens.
+
+    Log-probabilities and entropies, in nats, are those of the tempered distribution over the full vocabulary. Both are
+    empty where the backend does not measure them.
     """
 
     ids: list[int]  # with the stop token, if one was sampled
@@ -67,11 +69,22 @@ class Generation:
 
 
 class Generator:
-    """Sampler of turns from a causal language model, at most `max_rows` rows in one forward pass.
+    """Sampler of turns from a causal language model by a batched loop over transformers' forward pass.
 
-    `context_limit` (tokens) defaults to the model's `max_position_embeddings`, `joined` is explained at `JOINED`. Mixed
-    precision is the caller's `torch.autocast`; the softmax is fp32 in any case. Raises `NotImplementedError` for other
-    than full attention.
+    For mixed precision, call it under `torch.autocast`; the softmax is always computed in fp32.
+
+    Args:
+        model: to sample from.
+        stop_ids: tokens that end a turn.
+        max_new_tokens: largest number of tokens per turn.
+        temperature: temperature of the sampling.
+        max_rows: largest number of rows in one forward pass.
+        context_limit: largest number of tokens per row; default: the model's ``max_position_embeddings``.
+        joined: see `JOINED`.
+
+    Raises:
+        ValueError: the temperature is not positive.
+        NotImplementedError: a layer of the model has other than full attention.
     """
 
     def __init__(
@@ -178,10 +191,16 @@ class SamplingSession:
         return self._generator.context_limit - len(self._rows[row].ids)
 
     def generate(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None = None) -> list[Generation]:
-        """Sample one turn of each of `rows`, with one uniform number per token from the row's own generator in
-        `rngs`; without `rngs`, the most probable tokens. A turn also ends, truncated, when the row is full.
+        """Sample one turn of each row, truncated if the row becomes full.
 
-        Raises `ContextOverflow` for rows without room and `StaleSession` before anything is drawn.
+        Args:
+            rows: numbers of the rows.
+            rngs: random generator of each row, which gives one uniform number per token. None: the most probable
+                tokens.
+
+        Raises:
+            ContextOverflow: a row has no room left; nothing was drawn.
+            StaleSession: the weights have changed since the session was opened; nothing was drawn.
         """
         generator = self._generator
         self._check()
@@ -466,12 +485,22 @@ def token_logps(
     temperature: float = 1.0,
     chunk: int = 4096,
 ) -> tuple[Tensor, Tensor]:
-    """Run the trainer's forward pass over right-padded `ids` [B, T] with `lengths` [B]: log-probabilities of
-    ids[:, 1:] and entropies of the distributions behind them, both [B, T-1], fp32, differentiable, 0 in padding.
+    """Compute log-probabilities and entropies of given tokens with the trainer's forward pass.
 
-    Of the tokens that `where` [B, T-1] names (default: all), 0 elsewhere. To bound memory, the fp32 softmax is taken
-    `chunk` tokens at a time and again in the backward pass. The model stays in the mode it is in: where it has
-    dropout, call `eval()` first, or the sampler's log-probabilities do not recur.
+    The model keeps its mode: if it has dropout, call `eval()` first, or the results differ from the sampler's.
+
+    Args:
+        model: a causal language model.
+        ids: right-padded token ids [B, T].
+        lengths: numbers of tokens [B].
+        where: mask [B, T-1] of the tokens ids[:, 1:] to measure. Default: all.
+        temperature: temperature of the distribution.
+        chunk: tokens for which the fp32 softmax is computed at a time, which bounds memory; the backward pass computes
+            it again.
+
+    Returns:
+        Log-probabilities of ids[:, 1:] and entropies of their distributions, both [B, T-1], fp32, differentiable, and 0
+        in padding and outside ``where``.
     """
     return forward(model, ids, lengths, where=where, temperature=temperature, chunk=chunk)[:2]
 

@@ -254,7 +254,11 @@ def collect_demonstrations(
 
     Returns:
         Conversations, as ``{"observations": […], "actions": […], "learn": […]}`` of equal length (messages, answers,
-        False for noise): one an episode, or one a turn where the prompt shows a window.
+        False for noise): one per episode, or one per turn where the prompt shows a window of past turns.
+
+    Raises:
+        ConfigError: the environment has no expert, or the expert does not take ``expert_kwargs``.
+        FleetError: no other environment can be had.
     """
     prompt = prompt or Prompt()
 
@@ -344,10 +348,10 @@ def _demonstration(
 def read_demonstrations(path: FilePath) -> list[dict[str, list[Any]]]:
     """Episodes from a file of chats, one ``{"messages": [{"role", "content"}, …]}`` per line, roles in turn.
 
-    A system message is left out: give it as the run's own. What follows the last answer is left out, too.
+    System messages are left out: set the run's ``system`` instead. Whatever follows the last answer is left out too.
 
     Raises:
-        ConfigError: naming the line that is none, or a file that cannot be read or holds no line.
+        ConfigError: a line is not such a chat, or the file cannot be read or is empty; the message names it.
     """
     try:
         lines = path.read_text().splitlines()

@@ -44,8 +44,15 @@ def differing(
 
 
 def leave_out(trees: Sequence[RolloutTree], args: Args, seed: Sequence[int]) -> int:
-    """Set weight 0 on the paths beyond ``subsample_returns`` of each task, and with ``mask_truncated`` to what was
-    cut: an answer without its end, and an action after which every episode was cut. Returns how many of the latter.
+    """Set weight 0 on the actions that settings leave out of the loss; returns how many `mask_truncated` left out.
+
+    With ``subsample_returns`` these are all but that many random paths of each task; with ``mask_truncated``, the
+    actions of `cut_actions`.
+
+    Args:
+        trees: changed in place, with credit assigned.
+        args: ``subsample_returns`` and ``mask_truncated`` are used.
+        seed: key of the random draws.
     """
     for tree in trees if args.subsample_returns else ():
         paths = sorted(tree.paths, key=lambda path: path.key)  # they come in the order in which they ended
@@ -85,7 +92,7 @@ def shuffled_parts(args: Args, seed: Sequence[int]) -> NDArray[np.int64]:
 
 
 def draw_tasks(env: gym.Env[Any, Any], count: int, seed: Sequence[int]) -> list[Any]:
-    """Draw the tasks of a batch, without replacement if there are enough; None if the environment draws its own."""
+    """Draw the tasks of a batch, without replacement if there are enough; a list of None if the environment draws."""
     available = task_count(env)
     if available is None:
         return [None] * count

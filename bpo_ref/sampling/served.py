@@ -100,7 +100,11 @@ class Fleet:
         self._warned: set[str] = set()
 
     def check(self, expected: Expected) -> None:
-        """Compare every engine with what the run needs; see `Engine.check`."""
+        """Compare every engine with what the run needs; see `Engine.check`.
+
+        Raises:
+            EngineError: an engine differs, or does not answer.
+        """
         self._on_each([partial(engine.check, expected, seconds=self.seconds) for engine in self.engines])
 
     def serve(
@@ -411,7 +415,12 @@ class ServedSession:
     def generate(self, rows: Sequence[int], rngs: Sequence[np.random.Generator] | None = None) -> list[Generation]:
         """Sample one turn of each row, with a seed from the row's own of ``rngs``; without ``rngs`` greedily.
 
-        Raises `ContextOverflow`, `StaleSession` and `engine.EngineError`; then no row has changed.
+        After an error no row has changed.
+
+        Raises:
+            ContextOverflow: a row has no room left.
+            StaleSession: the weights have changed since the session was opened.
+            EngineError: a request got no usable answer, however often it was repeated.
         """
         requests = self._requests(rows, rngs)
         answers = self._backend.fleet.ask(requests, places=[self._places[row] for row in rows])

@@ -8,9 +8,9 @@ What this module promises:
    saved without an output layer; vLLM 0.32 then answers that it has loaded the file, and keeps the old output layer.
 2. An adapter that travels alone is written as PEFT does; below it engines have the weights that they were started with.
 3. `Proof` compares log-probabilities of the engine with the trainer's, on tokens that the engine samples, and refuses
-   an engine that differs by more than a tolerance. It cannot see what a small step does not change; so before the first
-   weights of a run an engine gets `rolled` ones, with which every weight that it keeps makes a difference; or
-   adapters, `shaken` ones, with which every layer makes a difference that it leaves as it was.
+   an engine that differs by more than a tolerance. A small step changes too little to show that an engine has kept an
+   old weight. So before the first weights of a run an engine gets `rolled` weights, or `shaken` adapters: any weight or
+   layer that it fails to replace then changes its log-probabilities visibly.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def write_adapter(model: CausalLM, folder: Path) -> None:
         folder: replaced, if it is there.
     """
     with replaced(folder) as fresh:
-        # given, for to ask a sharded model for its state would shard it again; and the Hub is not asked about the base
+        # The state is passed because asking a sharded model for it would shard it again; `save_embedding_layers=False`
+        # keeps PEFT from asking the Hub about the base model.
         model.save_pretrained(fresh, state_dict=dict(model.named_parameters()), save_embedding_layers=False)
 
 

@@ -148,11 +148,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class React(Prompt):
-    """Thoughts between ``<think>`` tags, then one action between ``<action>`` tags (in the manner of ReAct; Yao et al.,
-    2023).
+    """Prompt for thoughts between ``<think>`` tags, then one action between ``<action>`` tags.
 
-    Thoughts may be missing, because models with their own reasoning block have put them there. Everything up to the
-    last ``</think>`` is thought; white space around the action is not part of it.
+    It follows ReAct (Yao et al., 2023). An answer may lack thoughts, because models with a reasoning block of their own
+    write them there. Everything up to the last ``</think>`` is thought; white space around the action is ignored.
     """
 
     opening: ClassVar[str] = "<think>"

@@ -134,7 +134,7 @@ class Capabilities:
     """Capabilities of a backend on this machine."""
 
     name: str
-    """``"overlay"``, ``"overlay-rootless"``, ``"docker"`` or ``"copy"``."""
+    """``"overlay"``, ``"overlay-rootless"``, ``"docker"``, ``"copy"``, ``"e2b"``, or the name of a registered one."""
     isolated: bool
     """Processes see neither the host's files and processes nor other sandboxes."""
     network_off: bool
@@ -398,8 +398,8 @@ class Backend(Protocol):
     def layers_above(self, tree: FileTree) -> list[Path] | None:
         """Directories of the files written since a tree was the present state, the last one first.
 
-        They are as overlayfs writes them. None where they cannot be seen, or it is not known that this came of the
-        tree.
+        They are in the format of overlayfs. None where they cannot be seen, or where it is unknown whether the present
+        state comes from that tree.
 
         Raises:
             SandboxClosed: nothing is live.

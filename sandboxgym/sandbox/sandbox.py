@@ -153,7 +153,15 @@ class Sandbox:
         Args:
             command: text for bash, in any number of lines.
             timeout: seconds, by default the limit; then all that the command started is killed.
-            raw: bytes of its output's beginning that `Result.raw` shall hold, as they were written.
+            raw: number of bytes from the start of its output to keep unchanged in `Result.raw`.
+
+        Returns:
+            The result. A command that does not parse or is too long is not run: `Result.syntax_error` is then true.
+
+        Raises:
+            SandboxError: a command of `interact` still runs.
+            SandboxUnavailable, SandboxFull: the sandbox could not be started, or reached its disk limit.
+            SandboxClosed: it was closed, or its processes were ended from outside.
         """
         return self._shell().execute(command, timeout=self.limits.seconds if timeout is None else timeout, raw=raw)
 
@@ -181,8 +189,8 @@ class Sandbox:
 
         Args:
             command: text for bash.
-            timeout: seconds, by default the limit; then it is killed with all that it started, wherever that went. What
-                the shell and its jobs started meanwhile stays, but for what has left its parents.
+            timeout: seconds, by default the limit; then it is killed with all that it started, even in other sessions.
+                Processes that the shell and its jobs started meanwhile stay, unless they have lost their parents.
             env: added to the sandbox's environment; what the shell exported is not seen.
             cwd: directory, by default the one the sandbox was made with.
             output: bytes that are kept of what it prints, by default the limit.
@@ -243,10 +251,10 @@ class Sandbox:
         self.backend.write_file(path, data, mode=mode)
 
     def reseed(self, seed: int) -> None:
-        """Give copies of one snapshot different draws: bash's ``RANDOM`` is seeded, and the shell function
-        ``sandboxgym_reseed``, if there is one, is called with the seed, for whatever else draws.
+        """Seed the randomness of the shell, so that copies of one snapshot draw different numbers.
 
-        Does nothing while a command of `interact` runs: it could not be told.
+        This seeds bash's ``RANDOM`` and calls the shell function ``sandboxgym_reseed`` with the seed, if it exists, for
+        other sources of randomness. It does nothing while a command of `interact` runs, because the shell is busy.
         """
         shell = self._shell()
         if not shell.running:
@@ -420,6 +428,8 @@ class Sandbox:
         Raises:
             SnapshotLossy: with ``strict``.
             SandboxUnavailable, SandboxFull: no child was made.
+            SandboxClosed: this sandbox was closed, or its processes were ended from outside.
+            ValueError: ``k`` is negative.
         """
         if k < 0:
             raise ValueError(f"expected a number of children, found {k}")
@@ -578,7 +588,7 @@ def make_sandbox(
 
     Raises:
         SandboxUnavailable: no such sandbox can run here; the message says why.
-        ValueError: there is no such backend; the message names those that there are.
+        ValueError: ``backend``, ``rootfs`` or ``snapshot`` is unknown; the message names the accepted values.
     """
     limits = limits or Limits()
     request = backends.Request(rootfs, limits, network, allow_unsafe, env)

@@ -1,8 +1,8 @@
 """Command lines and environments for other Python interpreters with the import path of this one.
 
-1. Neither the working directory nor a relative entry of ``PYTHONPATH`` is searched for modules in the child, at no
-   moment, unless this interpreter searches it: by itself ``python -c`` and ``python -m`` look there first, so that a
-   ``json.py`` in a folder of somebody else's runs with the rights of whoever starts a worker there.
+1. The child never searches the working directory or a relative entry of ``PYTHONPATH`` for modules, unless this
+   interpreter does. Plain ``python -c`` and ``python -m`` search the working directory first: a ``json.py`` in another
+   user's folder would run with the rights of whoever starts a worker there.
 2. The child gets this interpreter's import path explicitly, as it is now and in its order, with relative entries (and
    ``""``, which means the working directory) made absolute: what a script, a notebook or ``sys.path.append`` made
    importable here is importable there. It is set after the child's ``site`` has run, so that no ``sitecustomize`` is

@@ -41,7 +41,7 @@ T = TypeVar("T")
 Identity = tuple[int, PathKey]
 """(task index, path key), as in `Context.path`."""
 Request = tuple[int, bool, Node, int]
-"""Turn of a path, whether it had ended by then, and where how many siblings were requested."""
+"""Turn of a path, True if the path had ended by then, the node, and the number of siblings requested there."""
 
 
 class AsyncPolicy(Protocol):

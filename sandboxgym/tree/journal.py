@@ -1,8 +1,7 @@
-"""Journals of rollouts: one that ended with its process continues in another, with the trees that it would have had.
+"""Journals of rollouts: a rollout whose process was ended continues in another process and gives the same trees.
 
-1. Each result of an environment is appended to a file as soon as the step is complete: where a task begins, and what a
-   path's actions were answered with. A record is named by the decisions that led to it, so that none is ever given to
-   a path which decided otherwise.
+1. Each result of an environment, of a reset or a step, is appended to a file as soon as it is complete. A record is
+   named by the decisions that led to it, so it is never given to a path that decided otherwise.
 2. In the next process the rollout begins anew, and results that the file has are taken from it; no environment does
    anything for them. Where a path needs one again, the environment is restored from the last durable snapshot on the
    path and repeats the actions since, or repeats all of them from the reset on.

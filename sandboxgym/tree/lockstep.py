@@ -116,11 +116,11 @@ class Driver:
     # What a policy keeps of paths.
 
     def hold(self, path: tuple[int, PathKey]) -> None:
-        """Keep a captured node for one more user."""
+        """Count one more reason for the policy to keep what it has of a path."""
         self.holds[path] += 1
 
     def release(self, path: tuple[int, PathKey]) -> None:
-        """Give up one use of a captured node; the policy is told of the last."""
+        """Give up one `hold` on a path; after the last one the policy is told to release the path."""
         self.holds[path] -= 1
         if not self.holds[path]:
             del self.holds[path]

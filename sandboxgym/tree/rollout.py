@@ -39,15 +39,15 @@ def rollout(
     rolled out in the next wave.
 
     With ``overlap`` the tasks are two halves, and while the policy decides for one, the environments of the other step
-    in threads. The halves take turns, whichever is ready first, so that the trees are the same each time; and those
-    without ``overlap``, of a policy that decides alike whatever other paths it is asked about. It pays where
-    environments take long: to decide for two halves takes longer than for all paths at once.
+    in threads. The halves alternate, regardless of which is ready first, so every run gives the same trees. They equal
+    the trees without ``overlap`` if the policy's decision for a path does not depend on the other paths in the call.
+    Overlap pays where environments are slow: deciding for two halves takes longer than for all paths at once.
 
     With ``retries`` an environment that raises costs its episode at most, not the rollout. Another one takes its place:
     restored from the path's last snapshot, then led through the actions since, which must show the same observations
-    again. Thus nothing is decided anew, and trees do not depend on what failed. A path for which that is in vain is
-    dropped with all that was forked off it, and a tree without paths is left out of the result: as long as failures do
-    not depend on what the policy does, no estimate is biased by it.
+    again. No decision is made twice, and trees do not depend on which environments failed. A path that cannot be
+    recovered is dropped with all its forks, and a tree without paths is left out of the result. This biases no estimate
+    as long as failures do not depend on what the policy does.
 
     Args:
         envs: source of live environments; all are given back at the end, also after an error.

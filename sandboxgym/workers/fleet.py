@@ -181,7 +181,7 @@ class RayEnvs(PooledEnvs):
     def take_near(self, snap: Any) -> gym.Env[Any, Any]:
         """A live environment as `take` gives it, on the worker or at least the node that has a snapshot.
 
-        Unless that has `NEAR` more in use than another.
+        A worker that has at least `NEAR` more environments in use than the least used one is passed over.
         """
         places, key = self._places(), snapshot_key(snap)
         kept = snap.kept if isinstance(snap, KeptSnapshot) else None

@@ -216,8 +216,9 @@ class EnvPool:
             raised, with the worker's traceback as ``__cause__``.
 
         Raises:
-            queue.Full: see ``block``.
+            queue.Full: ``max_pending`` jobs are queued, and ``block`` is False.
             PoolClosed: the pool was closed.
+            ValueError: both ``snap`` and a task or options were given.
         """
         if snap is not None and (task is not None or options is not None):
             raise ValueError("expected snap, or task and options of a reset, found both")
@@ -234,6 +235,10 @@ class EnvPool:
             run: the same for all.
             seed: sibling i gets ``sibling_seed(seed, i)``, as from ``env.fork(k, seed=seed)``; None clones the streams.
             block: as in `submit`; without it either all are queued or none.
+
+        Raises:
+            queue.Full, PoolClosed: as by `submit`.
+            ValueError: ``k`` is below 1.
         """
         if k < 1:
             raise ValueError(f"expected at least 1 fork, found k={k}")
@@ -480,9 +485,8 @@ NEAR = 4
 class PooledEnvs(Envs):
     """Live environments for `sandboxgym.tree.rollout` that step side by side in worker processes.
 
-    They are `RemoteEnv`s, spread evenly over the workers. In a rollout the live paths' steps are one message to each
-    worker, whatever the number of its environments; where steps only wait,
-    ``Envs(make, threads=…)`` does as well.
+    They are `RemoteEnv`s, spread evenly over the workers. A rollout sends each worker one message for the steps of all
+    its live paths. If steps only wait, ``Envs(make, threads=…)`` serves as well.
 
     Args:
         env: an id, an ``EnvSpec`` or a function that makes an environment.

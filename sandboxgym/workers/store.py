@@ -206,7 +206,11 @@ class SnapshotStore:
         return lease
 
     def existing_lease(self, name: str, *, seconds: float = 86_400.0) -> Lease:
-        """A lease that another process renews."""
+        """Return a lease that another process renews; unlike `lease`, this does not renew it.
+
+        Raises:
+            ValueError: the name is `KEPT`, or is not one that `lease` accepts.
+        """
         if name == KEPT:
             raise ValueError(f"expected a name for a lease other than {KEPT!r}, that of what has none")
         return Lease(self._blobs, _check_name(name), seconds)

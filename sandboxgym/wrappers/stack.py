@@ -123,6 +123,8 @@ def restore(env: AnyEnv, snap: Any, *, seed: int | None = None) -> Output:
 
     Raises:
         SnapshotMismatch: the stack of wrappers differs from the captured one, or the base does.
+        SnapshotReleased, SnapshotCorrupt: the snapshot was released, or is damaged.
+        SnapshotNotSupported: naming the wrapper or the base environment that cannot be captured.
         TypeError: ``snap`` is not a snapshot.
     """
     wrappers, base = _stack(env)
@@ -179,6 +181,7 @@ def fork(env: Env, k: int, *, seed: int | None = None) -> list[Env]:
 
     Raises:
         SnapshotNotSupported: naming the wrapper that cannot be captured, or copied.
+        TypeError, ValueError: ``k`` is no integer, or below 1.
         ResetNeeded: before the first ``reset``.
     """
     wrappers, base = _stack(env)
@@ -300,7 +303,7 @@ class SnapshotWrapper(gym.Wrapper[Any, Any, Any, Any], gym.utils.RecordConstruct
 class StackSnapshot:
     """A third party's snapshot handle with the wrappers' states; lives in memory only.
 
-    It has the attributes of `Snapshot`; ``digest`` and ``nbytes`` only where the handle has them.
+    It has the attributes of `Snapshot` except ``header``; ``digest`` and ``nbytes`` only where the handle has them.
     """
 
     def __init__(self, base: AnyEnv, handle: Any, layers: tuple[Layer, ...]) -> None:

@@ -139,15 +139,18 @@ class ChatFormat:
         return self._told(self._head, observation)
 
     def turn(self, observation: str, *, truncated: bool) -> list[int]:
-        """Ids to append after a sampled turn, up to the header of the next one. A `truncated` turn lacks its
-        end-of-turn token: it comes first here, as context that was not sampled.
+        """Ids to append after a sampled turn, up to the header of the next one.
+
+        A `truncated` turn lacks its end-of-turn token: it comes first here, as context that was not sampled.
         """
         ids = self._told(self._gap, observation)
         return ids if truncated else ids[1:]
 
     def action(self, ids: Sequence[int]) -> str:
-        """Text of a sampled turn. Special tokens before the stop token stay visible: without them the
-        environment might accept an action that the policy did not write.
+        """Text of a sampled turn.
+
+        Special tokens before the stop token stay visible: without them the environment might accept an action that the
+        policy did not write.
         """
         body = ids[:-1] if ids and ids[-1] in self.stop_ids else ids
         return str(self._tokenizer.decode(list(body), clean_up_tokenization_spaces=False)).strip()
@@ -160,9 +163,11 @@ class ChatFormat:
         *,
         observation_weight: float = 0.0,
     ) -> tuple[list[int], list[float]]:
-        """Ids of an episode in which `actions[i]` answered `observations[i]`, as sampling would have left
-        them, and each one's weight in the loss: 1 in actions with their end-of-turn tokens (0 where not `learn[i]`),
-        `observation_weight` elsewhere. A block of reasoning that the template has opened is closed at once.
+        """Ids of a demonstrated episode, as sampling would have left them, with each id's weight in the loss.
+
+        In the episode `actions[i]` answers `observations[i]`. The weight is 1 in an action and its end-of-turn token (0
+        where not `learn[i]`), and `observation_weight` elsewhere. A reasoning block that the template opens is closed
+        at once.
         """
         ids: list[int] = []
         weights: list[float] = []

@@ -222,7 +222,8 @@ class AgentEnv(TaskEnv[str, str], Generic[TaskT, StartT, BoxT, VerdictT]):
 
         Raises:
             TaskNotFound: there is no such task.
-            TypeError: the task is given by something else than text or an integer.
+            TypeError: ``options`` is no mapping, or the task is neither text nor an integer.
+            ValueError: an option is unknown.
             TaskError: what the task stands on cannot be prepared.
             SandboxUnavailable: this machine cannot run such a sandbox; the message says why.
         """

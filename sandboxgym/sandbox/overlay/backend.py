@@ -75,7 +75,8 @@ class OverlayBackend(Backend):
         limits: of the container.
         network: share the host's network; else there is only a loopback device.
         rootless: make a user namespace, as an ordinary user can; default: unless this process is root.
-        env: added to the environment that `spawn` is given by nobody else; kept for those who start shells.
+        env: added to the root file system's environment in the attribute ``env``, for callers that start shells;
+            `spawn` itself adds nothing to the environment that it is given.
     """
 
     def __init__(

@@ -296,8 +296,8 @@ class Shell:
 
         Raises:
             SandboxClosed: the sandbox is gone.
-            SandboxError: it cannot be read, for somebody inside meddled with it, or it takes more than
-                `shell_process.MAX_STATE` bytes.
+            SandboxError: it cannot be read, because a process inside tampered with it, or it is larger than
+                `bash.MAX_STATE` bytes.
         """
         if self._bash is not None and self._command is None:
             self._settle()

@@ -1,6 +1,6 @@
 """`SnapshotVectorEnv`: many environments stepped together, each of which can be snapshotted, restored and forked.
 
-1. The modes (in this thread, in threads, in processes) give exactly equal transitions for equal seeds.
+1. All modes (this thread, threads, processes, a Ray cluster) give exactly equal transitions for equal seeds.
 2. No environment resets by itself (unless ``autoreset=True``): a finished one can be restored and continues from there.
    Gymnasium's own vector environments discard the next action then; its ``AsyncVectorEnv`` returns stale ``Text``
    observations under its default shared memory. Here every observation is the one the environment returned.

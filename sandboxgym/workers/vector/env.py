@@ -63,9 +63,10 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         mode: ``"sync"`` steps one after the other in this thread, which is fastest while a step takes less than about a
             millisecond; ``"thread"`` pays where steps wait (containers, network); ``"process"`` where they compute;
             ``"ray"`` has workers on a Ray cluster, as of `EnvPool`.
-        workers: threads or processes, each with an equal share of the environments, stepped in turn
-            (default: one per environment).
-        timeout: seconds that the step of one environment may take; None: no limit.
+        workers: threads or processes, each with an equal share of the environments, stepped in turn (default: one per
+            environment; one for all with ``"sync"``).
+        timeout: seconds that the step of one environment may take; None: no limit. In mode ``"sync"`` neither this
+            nor ``reset_timeout`` can be set.
         reset_timeout: seconds that reset, snapshot and restore may take (default: 10 × ``timeout``).
         create_timeout: seconds that starting a worker and making an environment may take.
         checkpoint_every: take a snapshot of an environment at reset and after every so many of its steps, to go back to
