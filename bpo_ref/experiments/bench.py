@@ -445,7 +445,7 @@ def bench_trl(repeats: int) -> list[str]:
                     raise RuntimeError(f"{side} failed:\n{out.stderr[-3000:]}")
                 found[side].append(json.loads(out.stdout.splitlines()[-1]))
     lines = [
-        "| trainer | tokens | tokens a CPU second | a second | peak MB | of it in training |",
+        "| trainer | tokens | tokens per CPU second | per second | peak MB | of it in training |",
         "|---|---|---|---|---|---|",
     ]
     speeds = {}
@@ -457,7 +457,7 @@ def bench_trl(repeats: int) -> list[str]:
             f"| {'bpo_ref' if side == 'ours' else 'TRL'} | {mid['tokens']:,.0f} | {speeds[side]:,.0f} | {wall:,.0f} | "
             f"{mid['peak_mb']:,.0f} | {mid['grown_mb']:,.0f} |"
         )
-    return [*lines, "", f"bpo_ref / TRL: **{speeds['ours'] / speeds['trl']:.2f}** tokens a CPU second"]
+    return [*lines, "", f"bpo_ref / TRL: **{speeds['ours'] / speeds['trl']:.2f}** tokens per CPU second"]
 
 
 # ----------------------------------------------------------------------------------------------------------- look-ahead

@@ -232,7 +232,10 @@ def bench_generation(name: str, repeats: int) -> list[str]:
     }
     spent = in_turns({way: partial(turns_of, sampler) for way, sampler in ways.items()}, repeats)
     tokens = turns * statistics.fmean(told)
-    lines = ["| shape | backend | rows | turns | tokens a second, contexts read included | GiB |", "|---|" + "---|" * 5]
+    lines = [
+        "| shape | backend | rows | turns | tokens per second, contexts read included | GiB |",
+        "|---|" + "---|" * 5,
+    ]
     return lines + [
         f"| {name} | {way} | {rows} | {turns} of {turn} | {tokens / cost.seconds:,.0f} | {cost.peak_gib:.1f} |"
         for way, cost in spent.items()
@@ -289,7 +292,7 @@ def bench_server(name: str, repeats: int, urls: Sequence[str]) -> list[str]:
         told[driver] = [old + new for old, new in zip(told[driver], (said, read, session.reused or 0), strict=True)]
 
     spent = in_turns({driver: partial(play, driver) for driver in told}, repeats)
-    lines = ["| shape | driver | rows | turns | tokens a second, contexts read included | cached, of the contexts |"]
+    lines = ["| shape | driver | rows | turns | tokens per second, contexts read included | cached, of the contexts |"]
     lines.append("|---|---|---|---|---|---|")
     for driver, (said, read, reused) in told.items():
         rate, share = said / (repeats + 1) / spent[driver].seconds, reused / read
@@ -333,7 +336,7 @@ def bench_run(name: str, repeats: int) -> list[str]:
         parts = [size for part, size in computed.items() if ":" not in part or part.startswith(phase)]
         cells.append(f"{found:.1f} / {sum(parts) / 2**30:.1f}")
     return [
-        "| shape | paths an update | tokens sampled | a second | s rollout | of it environments | s update "
+        "| shape | paths per update | tokens sampled | per second | s rollout | of it environments | s update "
         "| GiB of rollouts: measured / computed | of updates |",
         "|---|" + "---|" * 8,
         f"| {name} | {told[0][1]['total/returns'] / 2:.0f} | {told[0][0]:,} | {sampled:,.0f} | {seconds[0]:.1f} "
@@ -360,9 +363,9 @@ def bench_trl(name: str, repeats: int) -> list[str]:
                 runs.append(json.loads(out.stdout.splitlines()[-1]))
     rates = {side: statistics.median(run["tokens"] / run["wall"] for run in runs) for side, runs in found.items()}
     peaks = {side: statistics.median(run["peak_mb"] / 1024 for run in runs) for side, runs in found.items()}
-    lines = ["| shape | trainer | tokens a second | GiB |", "|---|---|---|---|"]
+    lines = ["| shape | trainer | tokens per second | GiB |", "|---|---|---|---|"]
     lines += [f"| {name} | {side} | {rates[side]:,.0f} | {peaks[side]:.1f} |" for side in found]
-    return [*lines, "", f"bpo_ref / TRL, groups of {GROUP}: **{rates['ours'] / rates['trl']:.2f}** tokens a second"]
+    return [*lines, "", f"bpo_ref / TRL, groups of {GROUP}: **{rates['ours'] / rates['trl']:.2f}** tokens per second"]
 
 
 BENCHES: dict[str, Callable[[str, int], list[str]]] = {

@@ -51,7 +51,7 @@ STUDIES: dict[str, Variants] = {
     }
     # every turn valued by four rollouts would leave it two updates of such a budget
     | {"vineppo": "--algo vineppo --mc-turns 2 --mc-rollouts 2"},
-    # K at 13 returns a task; M is an average where it is not whole
+    # K at 13 returns per task; M is an average where it is not whole
     "k-sweep": {
         f"bpo-paper-K{k}": f"--algo bpo-paper --width {k} --points {m}"
         for k, m in ((2, 12), (4, 4), (8, 1.7), (16, 0.8))

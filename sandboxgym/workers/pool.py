@@ -491,7 +491,7 @@ class PooledEnvs(Envs):
     Args:
         env: an id, an ``EnvSpec`` or a function that makes an environment.
         workers: processes (default: one a processor).
-        threads: calls under way at a time, in this process (default: 8 a worker, at most 64).
+        threads: calls under way at a time, in this process (default: 8 per worker, at most 64).
         timeout: of `RemoteEnv`, as are ``reset_timeout`` and ``create_timeout``.
         reset_timeout: see there.
         create_timeout: see there.

@@ -58,7 +58,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
     """``n`` environments, stepped together.
 
     Args:
-        env_fns: one function an environment. In processes they are sent by cloudpickle, so lambdas and functions of
+        env_fns: one function per environment. In processes they are sent by cloudpickle, so lambdas and functions of
             the main script work; see `make` for environments with an id.
         mode: ``"sync"`` steps one after the other in this thread, which is fastest while a step takes less than about a
             millisecond; ``"thread"`` pays where steps wait (containers, network); ``"process"`` where they compute;
@@ -69,8 +69,8 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
             nor ``reset_timeout`` can be set.
         reset_timeout: seconds that reset, snapshot and restore may take (default: 10 × ``timeout``).
         create_timeout: seconds that starting a worker and making an environment may take.
-        checkpoint_every: take a snapshot of an environment at reset and after every so many of its steps, to go back to
-            if its worker dies; 0 takes none of its own accord.
+        checkpoint_every: number of steps of an environment between two snapshots, the first at its reset, to which it
+            goes back if its worker dies; 0: none are taken.
         autoreset: reset finished environments in the same step, as Gymnasium's ``AutoresetMode.SAME_STEP`` does, with
             the end in ``infos["final_obs"]`` and ``infos["final_info"]``.
         on_error: ``"report"`` failures, see below; or ``"raise"`` the first one, once all environments have answered.
@@ -173,7 +173,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         """Reset all environments, or those in the mask.
 
         Args:
-            seed: an int means ``seed + i`` for environment i, as in Gymnasium; or one a environment.
+            seed: an int means ``seed + i`` for environment i, as in Gymnasium; or one per environment.
             options: for every environment, or one dict (or None) an environment.
             mask: (n,) bool: which to reset. Gymnasium's ``options={"reset_mask": …}`` means the same.
         """
@@ -193,7 +193,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         """Step all environments, or those in the mask.
 
         Args:
-            actions: one an environment; those of environments left out are not looked at.
+            actions: one per environment; those of environments left out are not looked at.
             mask: (n,) bool: which to step, such as `active`.
 
         Raises:
@@ -528,7 +528,7 @@ class SnapshotVectorEnv(VectorEnv[Any, Any, Any]):
         """Execute calls, in all workers side by side.
 
         Args:
-            calls: at most one an environment.
+            calls: at most one per environment.
             timeout: seconds for each.
             again: makes the call anew for one more try after its worker died (not after a timeout).
 

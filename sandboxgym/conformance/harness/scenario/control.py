@@ -28,7 +28,7 @@ def control_seed(subject: Subject, index: int) -> int:
 
 
 def record(subject: Subject, index: int, steps: int, planned: Sequence[Any] = ()) -> Control:
-    """Record the ``index``-th control run, at most ``steps`` steps an episode, and replay it.
+    """Record the ``index``-th control run, at most ``steps`` steps per episode, and replay it.
 
     Args:
         subject: to record.
