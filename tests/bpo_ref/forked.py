@@ -104,7 +104,7 @@ def run(arguments: Sequence[str], env: Mapping[str, str], *, timeout: float = 18
         subprocess.TimeoutExpired: it took longer; it has been killed, with what it had started through the server.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
-        process = Process(arguments, {**env, ADDRESS: _address()}, out.fileno(), err.fileno())
+        process = Process(arguments, {**env, ADDRESS: address()}, out.fileno(), err.fileno())
         try:
             status = process.wait(timeout)
         except BaseException:
@@ -120,11 +120,11 @@ def run(arguments: Sequence[str], env: Mapping[str, str], *, timeout: float = 18
 def start(arguments: Sequence[str], env: Mapping[str, str], *, said: Path | None = None) -> Process:
     """Start an interpreter with these arguments, in a session of its own. What it prints is in a file, or nowhere."""
     with open(said or os.devnull, "wb") as file:
-        return Process(arguments, {**env, ADDRESS: _address()}, file.fileno(), file.fileno())
+        return Process(arguments, {**env, ADDRESS: address()}, file.fileno(), file.fileno())
 
 
 @functools.cache
-def _address() -> str:
+def address() -> str:
     """Start the server of this process; where it listens."""
     folder = tempfile.TemporaryDirectory(prefix="forked-")
     address = os.path.join(folder.name, "socket")

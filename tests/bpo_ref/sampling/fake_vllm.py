@@ -2,6 +2,8 @@
 
 FAKE_VLLM says how it goes wrong: ``broken`` ends while it starts, ``hangs`` never listens, ``stubborn`` cannot be asked
 to end. Like vLLM's it has a process of its own, here in another session, which would outlive it.
+
+The model is in a fork of the server of forks, which need not import PyTorch for seconds; it ends with this program.
 """
 
 from __future__ import annotations
@@ -9,8 +11,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -29,16 +33,29 @@ def main(argv: list[str]) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     while kind == "hangs":
         time.sleep(1)
-    # Seconds of a processor, which one that goes wrong before does not take.
+    import forked
+
+    (Path(os.environ["TMPDIR"]) / "left").write_text("a temporary file")
+    rank = options[options.index("--max-lora-rank") + 1] if "--enable-lora" in options else "0"
+    address = options[options.index("--uds") + 1]
+    ours, theirs = socket.socketpair()
+    with theirs:
+        model = forked.Process([__file__, "model", folder, rank, address], os.environ, theirs.fileno(), 2)
+    sys.exit(model.wait())
+
+
+def serve(folder: str, rank: str, address: str) -> None:
+    """Serve the model until the other end of stdout is closed: with the program, however that ends."""
     from fake_engine import FakeServer
 
     from bpo_ref.learning.models import load_policy
 
-    model, tokenizer = load_policy(folder)
-    rank = int(options[options.index("--max-lora-rank") + 1]) if "--enable-lora" in options else 0
-    (Path(os.environ["TMPDIR"]) / "left").write_text("a temporary file")
-    FakeServer(model, tokenizer, rank=rank, socket=options[options.index("--uds") + 1]).thread.join()
+    threading.Thread(target=lambda: (os.read(1, 1), os._exit(0)), daemon=True).start()
+    FakeServer(*load_policy(folder), rank=int(rank), socket=address).thread.join()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    if sys.argv[1] == "model":
+        serve(*sys.argv[2:])
+    else:
+        main(sys.argv[1:])

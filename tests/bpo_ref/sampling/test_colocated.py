@@ -50,6 +50,7 @@ def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     runtime = Path(tempfile.mkdtemp(prefix="run-"))  # the names of sockets are short
     monkeypatch.setenv("SANDBOXGYM_RUNTIME", str(runtime))
     monkeypatch.setenv("SANDBOXGYM_VLLM", str(python_in(tmp_path)))
+    monkeypatch.setenv(forked.ADDRESS, forked.address())
     yield runtime
     wait_until(lambda: not alive(runtime), 60)
     assert not [path for path in runtime.glob("*-*")], "a folder is left"
