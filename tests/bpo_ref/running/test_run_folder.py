@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 from tiny_runs import ENVIRONMENT, TINY, TRAIN, assert_same_weights, config_file, launcher, metrics, trained
 
@@ -258,22 +259,29 @@ def test_sizes_of_models_are_read_at_a_glance() -> None:
 # Signals.
 
 
-def signalled(command: list[str], out: Path, *, number: int, group: bool) -> tuple[int, str]:
-    """Exit status and stderr of a run that gets a signal after an update."""
-    logs = out / "metrics.jsonl"
-    with (
-        (out.parent / "log.txt").open("w+") as log,
-        subprocess.Popen(command, env=ENVIRONMENT, stdout=-3, stderr=log, start_new_session=True) as process,
-    ):
-        deadline = time.monotonic() + 240
+def signalled(command: list[str], out: Path, *, forks: bool, number: int, group: bool) -> tuple[int, str]:
+    """Exit status and output of a run that gets a signal after an update."""
+    logs, said = out / "metrics.jsonl", out.parent / "log.txt"
+    process: forked.Process | subprocess.Popen[bytes]
+    if forks:
+        process = forked.start(command[1:], ENVIRONMENT, said=said)
+    else:
+        with said.open("w") as log:
+            process = subprocess.Popen(command, env=ENVIRONMENT, stdout=-3, stderr=log, start_new_session=True)
+    deadline = time.monotonic() + 240
+    try:
         while not (logs.exists() and '"rl", "step": 1,' in logs.read_text()) and time.monotonic() < deadline:
-            assert process.poll() is None, (out.parent / "log.txt").read_text()
+            assert process.poll() is None, said.read_text()
             time.sleep(0.05)
         (os.killpg if group else os.kill)(process.pid, number)
-        process.wait(timeout=120)
-        while "stopped at" not in (out.parent / "log.txt").read_text() and time.monotonic() < deadline:
-            time.sleep(0.1)  # a launcher does not wait
-        return process.returncode, (out.parent / "log.txt").read_text()
+        status = process.wait(timeout=120)
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
+    while "stopped at" not in said.read_text() and time.monotonic() < deadline:
+        time.sleep(0.1)  # a launcher does not wait
+    return status, said.read_text()
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -328,7 +336,7 @@ def test_below_a_launcher_a_signal_saves_and_ends_the_run_too(tmp_path: Path, pr
     config = config_file(tmp_path, updates=100_000)
     command = [*launcher(TRAIN, processes), "--config", str(config), "--out", str(out)]
     number = signal.SIGINT if group else signal.SIGTERM
-    status, told = signalled(command, out, number=number, group=group)
+    status, told = signalled(command, out, forks=processes > 1, number=number, group=group)
     assert status != 0 and "stopped at rl step" in told
     state = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"stopped at rl step {state['step']} by" in told

@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     (Path(os.environ["TMPDIR"]) / "left").write_text("a temporary file")
     rank = options[options.index("--max-lora-rank") + 1] if "--enable-lora" in options else "0"
     address = options[options.index("--uds") + 1]
-    ours, theirs = socket.socketpair()
+    _ours, theirs = socket.socketpair()  # open until this program ends
     with theirs:
         model = forked.Process([__file__, "model", folder, rank, address], os.environ, theirs.fileno(), 2)
     sys.exit(model.wait())
