@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from components import missing
+from page_blocks import block
 from sandbox.docker_image import docker_image  # noqa: F401 - a fixture
 from sandbox.sandboxes import check
 
@@ -459,3 +460,25 @@ async def test_an_evaluation_forks_the_sandbox_of_a_sample(tmp_path: Path) -> No
     assert log.status == "success", log.error
     (score,) = log.samples[0].scores.values()
     assert score.value == 1, score.explanation
+
+
+@pytest.mark.parametrize(
+    ("says", "value"), [("'fizz' * (n % 3 < 1) + 'buzz' * (n % 5 < 1) or str(n)", "C"), ("'fizz'", "I")]
+)
+async def test_the_page_s_evaluation_scores_in_a_fork(tmp_path: Path, says: str, value: str) -> None:
+    from inspect_ai import eval_async
+    from inspect_ai.model import ModelOutput, ModelUsage, get_model
+
+    def call(tool: str, **arguments: Any) -> Any:
+        output = ModelOutput.for_tool_call("mockllm/model", tool, arguments)
+        output.usage = ModelUsage(input_tokens=1, output_tokens=1, total_tokens=2)  # or a tokenizer is downloaded
+        return output
+
+    shown: dict[str, Any] = {}
+    exec(block("inspect.md", "python", "tests_in_a_fork"), shown)
+    written = f'echo "fizz = lambda n: {says}" > answer.py'
+    model = get_model("mockllm/model", custom_outputs=[call("bash", command=written), call("submit", answer="done")])
+    (log,) = await eval_async(shown["fizz"](), model=model, log_dir=str(tmp_path))
+    assert log.status == "success", log.error
+    (score,) = log.samples[0].scores.values()
+    assert score.value == value, score.explanation

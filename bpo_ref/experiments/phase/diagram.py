@@ -30,6 +30,7 @@ SETTINGS = {
     "WebShop, memorised": "variance-webshop",
     "WebShop, new goals": "variance-webshop-choice",
     "WebShop, new goals, worth as key": "variance-webshop-worth",
+    "WebShop, training goals, worth as key": "variance-lookahead-large",
     "WebShop, formula, worth as key": "variance-lookahead-shop",
     "WebShop, formula": "variance-lookahead-shop-options",
 }
