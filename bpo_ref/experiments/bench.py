@@ -2,8 +2,9 @@
 
 python -m bpo_ref.experiments.bench update|forks|environments|overlap|lookahead|trl [--repeats 5]
 
-CPU seconds of one thread are compared, not wall-clock time (except where waiting is measured): they are repeatable on
-a machine that is busy with other work. ``docs/results/details/trainer-speed.md`` holds what was printed.
+CPU seconds of one thread are compared, because they are repeatable on a machine that is busy with other work; only
+``environments`` and ``overlap``, which measure waiting, compare wall-clock time. ``trl`` runs each trainer in its own
+process, and prints tokens per second, too. ``docs/results/details/trainer-speed.md`` has the results.
 """
 
 from __future__ import annotations
@@ -222,7 +223,8 @@ def environment_line(env_id: str, kwargs: tuple[str, ...], turns: int, size: str
 class Recited(Admissible):
     """Policy that samples as in training, then plays an expert's script, slightly different each time.
 
-    A patch that was submitted before is not tested again; those of a policy that learns are mostly new.
+    The differences keep its tests from being skipped: a patch that was submitted before is not tested again, and the
+    patches of a policy that learns are mostly new.
     """
 
     def __init__(self, policy: ChatPolicy, scripts: Sequence[Sequence[str]]) -> None:
@@ -430,7 +432,7 @@ def run_trl(folder: str, out: str, adapters: bool) -> dict[str, float]:
 
 
 def bench_trl(repeats: int) -> list[str]:
-    """Compare with TRL's GRPO where the algorithms coincide: one turn, no divergence; same model, prompts, counts."""
+    """Compare with TRL's GRPO where the algorithms coincide: one turn, no KL penalty; equal model, prompts, counts."""
     found: dict[str, list[dict[str, float]]] = {"ours": [], "trl": []}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = tiny_tokenizer(WORDS)
@@ -487,7 +489,7 @@ LOOKAHEAD_CASES: tuple[tuple[Literal["rloo-pooled", "bpo"], Network], ...] = (
 
 def lookahead_line(config: Args, network: Network, folder: str, repeats: int) -> str:
     """Format the ratios of rounds in which both variants take turns with the same episodes: their median, and all."""
-    config = replace(config, lr=1e-9)  # else the two policies part, and their episodes with them
+    config = replace(config, lr=1e-9)  # otherwise the two policies, and with them their episodes, would diverge
     plain = Trainer(replace(config, out=f"{folder}/{config.algo}-{network}-plain"))
     ahead = Trainer(replace(config, out=f"{folder}/{config.algo}-{network}", lookahead=True, network=network))
     counts = {name: 0.0 for name in ("tokens", "lookahead/steps", "lookahead/scored_tokens")}
@@ -558,7 +560,7 @@ def _updates(options: Options, ours: dict[str, Any], instead: dict[str, Any], *,
     config = replace(config, env_kwargs=kwargs, eval_episodes=1, eval_untrained=False, trackers=())
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        # SFT takes less than a minute: a row has three to get ready.
+        # SFT takes less than a minute; a row of the table may spend three minutes on its preparation.
         Trainer(replace(config, algo="sft", sft_episodes=400, sft_steps=100, out=f"{folder}/start")).run()
         config = replace(config, sft_steps=0, init_from=f"{folder}/start/checkpoint", lr=1e-9, lr_decay="constant")
         trainers = [

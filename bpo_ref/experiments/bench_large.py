@@ -3,10 +3,10 @@
 python -m bpo_ref.experiments.bench_large update|forks|generation|run|trl [--shape 1B] [--repeats 5]
 python -m bpo_ref.experiments.bench_large server --server http://node7:8000 … [--shape …] [--repeats 5]
 
-bf16 and adapters of rank 32 for shapes of a billion parameters and more, else fp32 and all weights. Variants
-take turns in one process; seconds are the device's, memory is its peak. ``--shape check`` is small enough for a CPU: it
-shows that the commands work, nothing more. ``server`` measures vLLM servers that run already (`vllm.SERVE`), with the
-weights that they have.
+Shapes of more than 900 million parameters use bf16 and adapters of rank 32, smaller ones fp32 and all weights. Variants
+take turns in one process, except for ``trl``. Time is wall-clock time until the device has finished; memory is the
+device's peak. ``--shape check`` is small enough for a CPU and only shows that the commands work. ``server`` measures
+vLLM servers that already run (`vllm.SERVE`), with the weights that they have.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ ALL_SHAPES = {
     **SHAPES,
 }
 LARGE = 900_000_000
-"""Parameters from which only adapters are trained, in bf16."""
+"""Number of parameters above which only adapters are trained, in bf16."""
 
 
 @dataclass
@@ -124,9 +124,9 @@ def model_of(name: str, *, context: int) -> CausalLM:
 
 
 def folder_of_models() -> tempfile.TemporaryDirectory[str]:
-    """A folder for the weights of large shapes, which goes when it is left.
+    """A temporary folder for the weights of large shapes.
 
-    Where TMPDIR names no other place: on the disk that is kept in memory, if that has more room than the usual one.
+    If TMPDIR is not set, it is in /dev/shm (which is kept in memory) if that has more free space than the default.
     """
     places = [
         tempfile.gettempdir(),
@@ -136,7 +136,7 @@ def folder_of_models() -> tempfile.TemporaryDirectory[str]:
 
 
 def write_model(name: str, folder: str, *, context: int) -> None:
-    """Write random weights of that shape, in files of at most 2 GB: one of 15 GB was not written on a GPU's machine."""
+    """Write random weights of that shape, in files of at most 2 GB: writing a single file of 15 GB has failed."""
     model_of(name, context=context).save_pretrained(folder, max_shard_size="2GB")
 
 
@@ -251,7 +251,11 @@ def bench_server(name: str, repeats: int, urls: Sequence[str]) -> list[str]:
         urls: addresses of the servers.
 
     Returns:
-        Lines of a table: turns asked for together, as in lockstep, and each by itself, with no time between turns.
+        Lines of a table with a row for each driver: ``lockstep`` requests the turns of all rows together, ``async`` the
+        turns of each row one after the other, without waiting for other rows.
+
+    Raises:
+        SystemExit: the servers have different weights.
     """
     rows, longest, turn, turns = (2, 30, 4, 2) if name == "check" else (16, 3000, 64, 4)
     engines = [VllmEngine(url) for url in urls]

@@ -69,8 +69,10 @@ class Shape:
 
     @property
     def kept(self) -> int:
-        """Values per token that a block keeps for its backward pass: the inputs of its norms, of its linear layers, of
-        attention (queries, keys, values, output), and of the gated product.
+        """Number of values per token that a block keeps for its backward pass.
+
+        They are the inputs of its norms, of its linear layers, of attention (queries, keys, values, output), and of the
+        gated product.
         """
         wide, narrow = self.heads * self.head_dim, self.kv_heads * self.head_dim
         return 4 * self.hidden + 2 * wide + 2 * narrow + 4 * self.ffn
@@ -83,7 +85,11 @@ SHAPES = {  # as in the config.json of these checkpoints
 
 
 def shape_of(config: Any) -> Shape:
-    """Read the shape from a transformers configuration of a Llama-like model."""
+    """Read the shape from a transformers configuration of a Llama-like model.
+
+    Raises:
+        AttributeError: the configuration lacks one of the sizes, so the model is not Llama-like.
+    """
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return Shape(
         config.hidden_size,
@@ -101,14 +107,15 @@ def shape_of(config: Any) -> Shape:
 def keys_and_values(shape: Shape, *, rows: int, tokens: int, size: int, joined: int = JOINED) -> tuple[int, int]:
     """Bytes of keys and values that sampling holds: in the store, and copied from it for attention (`generate`).
 
-    The layers that are joined, and of one layer keys and values side by side and again with a copy for each head.
+    The copies are contiguous keys and values: of all layers that fit into ``joined``, and of one more layer if any is
+    left. If several heads share keys and values, one layer is also held with a copy for each head.
 
     Args:
         shape: shape of the model.
         rows: number of rows sampled at the same time.
         tokens: number of tokens per row, none of them shared.
         size: bytes of a number.
-        joined: of the generator.
+        joined: limit in bytes of the contiguous copy, as `generate.JOINED`.
     """
     layer = rows * tokens * 2 * shape.kv_heads * shape.head_dim * size
     whole = min(joined // layer, shape.layers)
@@ -161,15 +168,15 @@ def memory(args: Args, shape: Shape, *, layout: Layout, gpus: int) -> dict[str, 
 
 
 def tree_tokens(context: int, leaves: int, *, shared: float) -> int:
-    """Tokens of a tree whose leaves are all full, each of which shares that part of its row with the one before."""
+    """Number of tokens of a tree whose rows are all full, each sharing a part ``shared`` with the row before."""
     return context + (leaves - 1) * math.ceil(context * (1.0 - shared))
 
 
 def long_contexts(args: Args, shape: Shape, *, leaves: int) -> list[str]:
     """Lines of a Markdown table: GiB that a tree of full contexts needs of a server, and of a GPU in the update.
 
-    A server holds its keys and values once for tokens that rows share. The update holds them with their gradients where
-    rows are computed in parts, and the activations of a part; else the activations of a row.
+    A server holds the keys and values of tokens that rows share only once. An update that computes rows in parts holds
+    keys and values with their gradients, and the activations of one part; any other holds the activations of a row.
     """
     low = 2 if args.dtype == "bfloat16" else 4
     lines = [LONG_HEADER]
@@ -194,7 +201,7 @@ LONG_HEADER = (
 def shortage(
     args: Args, config: Any, *, layout: Layout, gpus: int, available: int, weights: int | None = None
 ) -> str | None:
-    """Tell what is missing for a run to begin: what a GPU holds all the time, computed, against what it has.
+    """Explain why a GPU is too small for a run, by the computed memory that it holds all the time.
 
     Args:
         args: settings of the run, resolved.
@@ -203,6 +210,9 @@ def shortage(
         gpus: number of GPUs.
         available: bytes of one.
         weights: number of the model's weights; nothing is known about one that has fewer than its shape tells.
+
+    Returns:
+        The reason in words, or None if memory suffices or nothing is known about the model.
     """
     try:
         shape = shape_of(config)

@@ -1,4 +1,4 @@
-"""Measurement of estimators of the policy gradient at a fixed policy, of which `variance.py` makes a table."""
+"""Measurement of policy-gradient estimators at a fixed policy; `variance.py` makes a table of the results."""
 
 from __future__ import annotations
 
@@ -81,7 +81,11 @@ class Laboratory:
         self._sign = torch.from_numpy(stream.choice([-1.0, 1.0], size=size).astype(np.float32)).to(self.model.device)
 
     def settings(self, method: str) -> Args:
-        """Training settings of ``algo`` or ``algo:field=value,…``."""
+        """Training settings of ``algo`` or ``algo:field=value,…``.
+
+        Raises:
+            ValueError: there is no such algorithm or setting, or it cannot be measured in this study.
+        """
         algo, values = read_method(method)
         hints = get_type_hints(Args)
         for name, value in values.items():  # so that kl=0 and kl=0.0 are one method
@@ -232,12 +236,13 @@ def run(study: VarianceStudy, *, progress: Callable[..., Any] = tqdm) -> list[Li
     """Measure all methods of a study, and write the results as they come.
 
     Raises:
-        ValueError: a method, or the configuration, is not one.
+        ValueError: the configuration or a method is invalid.
+        RuntimeError: an environment failed after all retries.
     """
     laboratory = Laboratory(study)
     for method in study.methods:
-        laboratory.settings(method)  # what is wrong is said before hours have passed
-    # the reference is taken in repeats, too: their spread is its own noise
+        laboratory.settings(method)  # a wrong method is reported now, not after hours
+    # the reference is measured in repeats, too: their spread gives its own noise
     parts = 4
     reference = laboratory.measured(f"rloo-turn:roots={max(2, study.reference // parts)}", repeats=parts, key=2)
     samples = [laboratory.measured(method) for method in progress(study.methods, desc="methods")]

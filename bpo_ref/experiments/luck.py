@@ -3,9 +3,10 @@
     python -m bpo_ref.experiments.luck --checkpoint runs/alfworld/start-seed0/checkpoint \
         --config bpo_ref/configs/alfworld-tiny.yaml
 
-For each kind of V̂: the variance of returns around their task's mean, that of returns less the luck of all decisions but
-the first, and E δ² of the first decision, which should remain. The rest is what V̂ does not know: of later decisions,
-and of the first one's effects beyond one step. With exact values, and without chance in the environment, it would be 0.
+The table has one row for each kind of V̂. Its columns are the variance of returns around their task's mean; that of
+returns less the luck of all decisions but the first; the part of it that should remain, E δ² of the first decision;
+and the rest. The rest is due to what V̂ does not know about later decisions and about the effects of the first one
+beyond one step. With exact values, and without chance in the environment, it would be 0.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def run(study: VarianceStudy) -> str:
     """Make a table with one row for each of ``study.methods``: flat rollouts with look-ahead.
 
     Raises:
-        ValueError: a method is none, or has forks, or no look-ahead.
+        ValueError: a method does not exist, has forks, has no look-ahead, or discounts (gamma other than 1).
     """
     laboratory = Laboratory(study)
     rows = ["| | variance of returns | less the luck of later decisions | of which the first decision | the rest |"]

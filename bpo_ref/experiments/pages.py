@@ -2,17 +2,17 @@
 
     python -m bpo_ref.experiments.pages            # writes docs/results anew
 
-A page has its tables between marks that nobody sees, and this command replaces what is between them::
+Each table stands between two comments, which a reader does not see; this command replaces the text between them::
 
     <!-- table: alfworld-main ends -->
     <!-- end of table -->
 
-The first word names ``docs/results/data/NAME/scores.jsonl``, or ``docs/results/details/NAME.json`` of
-`bpo_ref.variance`; the second the table: ``ends``, ``metrics``, ``differences`` (a third word names another baseline
-than grpo), ``overhead``; for gradient estimators ``costs``. Runs that were evaluated at the end only are drawn as
-gains, others as learning curves. ``study`` names the registered study: a domain, then ``areas``, ``comparisons`` or
-``ends``. ``phase`` names the data of `bpo_ref.experiments.phase`, whose tables are ``rule``,
-``chain``, ``alfworld`` and ``settings``.
+The first word names the data: ``docs/results/data/NAME/scores.jsonl``, or ``docs/results/details/NAME.json`` of
+`bpo_ref.variance`. The second word names the table: ``ends``, ``metrics``, ``differences`` (a third word names a
+baseline other than grpo) or ``overhead``, and for gradient estimators ``costs``. Runs that were evaluated at the end
+only are drawn as gains, others as learning curves. ``study`` names the registered study, followed by a domain and then
+``areas``, ``comparisons`` or ``ends``. ``phase`` names the data of `bpo_ref.experiments.phase`, whose tables are
+``rule``, ``chain``, ``alfworld`` and ``settings``.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ def marked(docs: Path) -> Iterator[Path]:
 
 
 def draw(docs: Path) -> None:
-    """Write NAME-table.md and NAME.png of all scores, and the pictures of all estimators."""
+    """Write NAME-table.md and NAME.png of all scores, and all other pictures.
+
+    These are the pictures of the estimators, of the registered study and of the phase diagram.
+    """
     from bpo_ref.experiments.variance import plot, read_lines
 
     for scores in archives(docs):

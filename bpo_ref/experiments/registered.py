@@ -227,7 +227,7 @@ def parsed(label: str) -> tuple[str, str, float]:
 def queue(domain: str, out: Path, data: Path) -> Iterator[tuple[str, str, int, list[str]]]:
     """Stage, setting, seed and command of what is to be run next, until nothing is missing.
 
-    Every start is finished for all methods before the next one is begun: what is there of an unfinished study is whole
+    Every start is finished for all methods before the next one begins, so that an unfinished study consists of whole
     starts.
     """
     design = DOMAINS[domain]
@@ -300,7 +300,8 @@ def run(domain: str, out: Path, data: Path, *, hours: float, dry_run: bool = Fal
     """Work through the queue until it is empty or the time is over.
 
     Raises:
-        SystemExit: a run failed; KeyboardInterrupt stops the run that is under way, which continues the next time.
+        SystemExit: a run failed.
+        KeyboardInterrupt: SIGINT or SIGTERM arrived; the run under way has been stopped and continues the next time.
     """
     until = time.monotonic() + 3600 * hours
     data.mkdir(parents=True, exist_ok=True)

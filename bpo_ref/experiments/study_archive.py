@@ -37,7 +37,7 @@ def pack(runs: Iterable[Path], path: Path) -> None:
 
 
 def start_of(results: Mapping[str, Any]) -> str | None:
-    """The folder's name of the supervised start that a run began at, as its ``results.json`` says; None: its own."""
+    """Folder name of the supervised start that a run began at, by its ``results.json``; None if it made its own."""
     begun = results["args"].get("init_from")
     return Path(begun).parent.name if begun else results.get("start")
 

@@ -6,7 +6,7 @@
 
 All variants of a seed start from the same SFT checkpoint. Finished runs are skipped and interrupted ones continued, so
 the same command continues a study or adds seeds and variants to it; other settings need another folder.
-With ``--match tokens --budget N`` (anything after ``--`` goes to every run) all variants spend the same.
+Options after ``--`` go to every run: with ``-- --match tokens --budget N`` all variants spend equal numbers of tokens.
 """
 
 from __future__ import annotations

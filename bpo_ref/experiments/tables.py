@@ -2,21 +2,22 @@
 
     python -m bpo_ref.compare --out runs/study-tables runs/study/*-seed*
 
-Runs in folders named LABEL-seedN are one variant, others are told apart by their algorithm. ``--data FILE`` writes
-the numbers behind the tables to one file (`experiments/study_archive.py`), which can replace the folders: it is small
-enough to be committed beside a table, and reproduces it. Metrics, as the BPO paper defines them:
+Runs in folders named LABEL-seedN belong to the variant LABEL, other runs to one named after their algorithm.
+``--data FILE`` writes the numbers behind the tables to one file (`experiments/study_archive.py`). It can replace the
+folders, and is small enough to be committed beside a table. Metrics, as the BPO paper defines them:
 
-- steps, tokens and seconds to 90 % of the best baseline's final success, and steps to GRPO's: from the start, at the
-  evaluations, interpolated linearly between them;
+- updates, tokens and seconds until a run reaches 90 % of the best baseline's final success, and updates until it
+  reaches GRPO's final success, counted from the start and interpolated linearly between evaluations;
 - gradient-norm variance: running variance of ‖∇L‖₂ over 50 mini-batches, mean over the run, and its ratio to GRPO's.
   It mixes in the scale of the estimator (docs/theory.md);
-- non-degenerate share: tasks with an advantage beyond 0.1;
+- non-degenerate share: the share of tasks that have an advantage with an absolute value above 0.1;
 - success on easy and hard tasks of the evaluation set: those that the start solved, and those that it did not.
 
 A standard error (s.e.) counts supervised starts: runs that began at the same weights are not independent, so they are
 averaged first.
 
-With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success in all but the last.
+With ``--metric reward`` the mean reward of an episode (WebShop's score) takes the place of success everywhere except in
+the success on easy and hard tasks.
 """
 
 from __future__ import annotations
@@ -161,7 +162,7 @@ def summary(groups: Groups) -> str:
 
 
 def efficiency(groups: Groups) -> str:
-    """The paper's metrics, one line per variant. Baselines are the variants not named bpo-…."""
+    """The paper's metrics, one line per variant. Baselines are the variants whose labels do not begin with bpo."""
     finals = {label: float(np.mean([run.final for run in group])) for label, group in groups.items()}
     baselines = [final for label, final in finals.items() if not label.startswith("bpo")] or list(finals.values())
     target, grpo = 0.9 * max(baselines), groups.get("grpo")
@@ -188,9 +189,10 @@ def efficiency(groups: Groups) -> str:
 def beside(groups: Groups, baseline: str = "grpo") -> str:
     """Paired differences to another variant's runs of the same seeds: mean ± standard error; empty without any.
 
-    Seeds that share a supervised start are averaged first: the standard error is over starts. Where runs were evaluated
-    on the way, the last column is the budget at which the mean curve reaches the baseline's mean final success, as a
-    part of what the baseline spent, with its 90 % interval over resampled starts (the same ones of both).
+    Seeds that share a supervised start are averaged first: the standard error is over starts. If every run has more
+    than two evaluations, the last column is the number of tokens after which the mean curve reaches the baseline's mean
+    final value, as a share of the tokens that the baseline spent. Its 90 % interval resamples the starts, the same ones
+    for both.
     """
     if baseline not in groups:
         return ""
@@ -249,10 +251,11 @@ def _part(value: float) -> str:
 def overhead(groups: Groups) -> str:
     """Cost of branching: c_snap, the time of a task's rollout, and the snapshots' share of it.
 
-    A task's rollout is the time of all tasks, times the processes that played them, by their number. Then the share of
-    all snapshots and restores, as the rollout waited for them, and what replaying the prefixes of the forks would have
-    added instead: shared steps at the run's mean time a step, with its part of the resets, for a replay begins with
-    one. With ``env_threads`` beyond 1 snapshots are taken at the same time, so c_snap overstates what they cost.
+    The time of a task's rollout is the time of the whole rollout times the number of processes, divided by the number
+    of tasks. "With restores" is the share of the rollout that waited for snapshots and restores. "Replayed instead" is
+    what replaying the prefixes of the forks would have added: the shared steps at the run's mean time per step, resets
+    included, because a replay begins with one. With ``env_threads`` above 1 snapshots are taken in parallel, so c_snap
+    overstates their cost.
     """
     lines = [
         "| variant | c_snap, ms | snapshots per task | rollout, ms per task | overhead, % | with restores, % "

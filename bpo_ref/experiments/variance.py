@@ -13,9 +13,11 @@ every tree. Reported for each method, with 90 % bootstrap intervals over the tas
 - scale and cosine of the mean gradient against E g, noise subtracted, and the relative bias ‖mean - E g‖ / ‖E g‖. A
   method whose scale is significantly different from 1 does not estimate the gradient: its cost is taken at its own
   scale and marked *. Other methods are never divided by their measured scale, which is noise;
-- non-degenerate: share of actions with an advantage beyond 0.1; and the variance of ‖g‖ over mini-batches, as the BPO
-  paper reports it, which mixes in the scale: so with its ratio to the squared mean. These are in OUT.json only, as are
-  the costs at equal environment steps.
+- non-degenerate: the share of actions that have an advantage with an absolute value above 0.1;
+- the variance of ‖g‖ over mini-batches, as the BPO paper reports it. It depends on the scale of g, so its ratio to the
+  squared mean is given, too.
+
+The table in OUT.md leaves out noise / signal, the costs at equal environment steps and the last two: OUT.json has all.
 
 Gradients are sums over tokens divided by the number of tasks (``aggregation=constant``), whose expectation does not
 depend on the method, and are kept as a random projection (count sketch) that preserves inner products on average.
@@ -85,7 +87,7 @@ class VarianceStudy:
 
     @property
     def measured_by(self) -> dict[str, Any]:
-        """The settings that gradients depend on, except the method."""
+        """Settings of the study that gradients depend on, apart from the method, the configuration and the weights."""
         later = ("methods", "bootstrap", "minibatch", "out", "reference", "checkpoint", "config", "threads")
         return {name: value for name, value in asdict(self).items() if name not in later}
 
@@ -249,7 +251,7 @@ def read_lines(path: Path) -> list[Line]:
 
 
 def table(lines: Sequence[Line]) -> str:
-    """Format the rows as a Markdown table as wide as a page: not all that `Line` holds."""
+    """Format the rows as a Markdown table that fits a page; some fields of `Line` are left out."""
     first = lines[0].name
     rows = [
         f"| method | tokens for equal variance, relative to `{first}` | rollouts for equal variance | scale | cosine "
@@ -266,7 +268,7 @@ def table(lines: Sequence[Line]) -> str:
 
 
 def shown(name: str) -> str:
-    """A method as tables and pictures name it: by its preset, where it is one; what several settings are, spaced."""
+    """Name of a method in tables and pictures: its preset if it equals one, with spaces between several settings."""
     return ALIASES.get(name, name).replace(",", ", ")
 
 

@@ -6,9 +6,10 @@
         --config bpo_ref/configs/alfworld-tiny.yaml
     python -m bpo_ref.experiments.phase table
 
-``chain`` and ``alfworld`` measure the cells that docs/results/data/phase does not have and append them; ``place``
-measures the two knobs of a policy and appends them; ``table`` prints the tables. `bpo_ref.experiments.pages` makes the
-page's tables and its figure.
+``chain`` and ``alfworld`` measure the cells that docs/results/data/phase does not have yet, and append them. ``place``
+measures L and ρ of a policy and prints them with the costs predicted there. If the name that it is given is one of
+`diagram.SETTINGS`, it also appends them to the data; if the data have them already, it only prints those. ``table``
+prints the tables of measurements. `bpo_ref.experiments.pages` makes the page's tables and its figure.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ DOCS = Path("docs")
 
 
 def place(given: argparse.Namespace) -> None:
-    """Print where a policy is in the diagram, and the costs predicted there; append a row of the page to its data, too.
+    """Print a policy's place in the diagram, and the costs predicted there.
 
-    A row that is there already is printed and not measured again.
+    If the name is that of a row of the page, the result is also appended to the page's data. A row that the data have
+    already is printed and not measured again.
     """
     from bpo_ref.experiments.phase.placing import place as measured  # imports PyTorch
 

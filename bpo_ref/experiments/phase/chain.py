@@ -29,7 +29,7 @@ from sandboxgym.core import Transition
 from sandboxgym.tree import Action, Context, RolloutTree
 
 MANY = 1e9
-"""Rollouts that V̂ is said to have seen: its pseudo-counts then do nothing."""
+"""Number of rollouts that V̂ counts as seen, so large that its pseudo-counts have no effect."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _survival(chain: Chain, args: Args, quality: float) -> float:
 
 
 def memory_of(chain: Chain, args: Args, quality: float) -> Memory:
-    """Memory of as many earlier rollouts as V̂ needs to be exact for its keys."""
+    """Memory whose V̂ is exact for every key, as if learned from `MANY` rollouts."""
     sums: list[tuple[Any, list[float]]] = []
     low = np.zeros(2)
     believed = chain.believed(quality)

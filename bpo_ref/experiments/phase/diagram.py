@@ -22,7 +22,7 @@ STARTS = tuple(range(10))
 """First turns of the window for which the formula is drawn."""
 QUALITIES = tuple(np.linspace(0, 1, 11).tolist())
 PAYS = 0.9
-"""`bpo` is recommended where its cost is at most this share of that of `rloo-pooled`, for snapshots cost as well."""
+"""`bpo` is recommended if its cost is at most this share of that of `rloo-pooled`, because snapshots cost time, too."""
 
 
 SETTINGS = {
@@ -76,7 +76,7 @@ def cost_at(method: str, lateness: float, quality: float) -> float:
 
 
 def along(product: float) -> tuple[float, float]:
-    """Lowest and highest cost of `bpo` where ρ (1 - L) is ``product``, to which the cost of `rloo-pooled` leads."""
+    """Lowest and highest cost of `bpo` where ρ (1 - L) is ``product``, which the cost of `rloo-pooled` determines."""
     costs = [
         cost_at("bpo", late, max(0.0, product) / (1 - late))
         for late in np.linspace(grid("bpo")[0][0], grid("bpo")[0][-1], 100)

@@ -1,9 +1,9 @@
 """Embedded ALFWorld games in which one decision, moved to an earlier or later turn, wins or loses.
 
-The policy is a script over the game's own commands. It goes to the object, takes it or another one that lies beside it
-(the decision: the right one with probability 0.3), carries what it holds to the goal and puts it there; eight turns,
-before or after the decision, it spends with ``look`` or ``inventory``, by a like coin that decides nothing. An episode
-has twelve turns. So it is a `Chain` with one decision, whose place and whose progress key can be varied.
+The policy is a script over the game's own commands. It goes to the object, takes either it or another one beside it
+(the decision: the right one with probability 0.3), carries that to the goal and puts it there. In the other eight of
+its twelve turns it chooses ``inventory`` with probability 0.3, else ``look``, which decides nothing. So an episode is a
+`Chain` with one decision, and the turn of the decision and the quality of the progress key can be varied.
 """
 
 from __future__ import annotations

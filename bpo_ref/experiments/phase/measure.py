@@ -45,10 +45,10 @@ class Cell:
         quality: ρ of V̂.
         method: the algorithm.
         lateness: L of the chain, or of the chain that the games are.
-        trees: number of trees, each of which is a task's.
+        trees: number of trees.
         noise: trace of the covariance of a tree's gradient.
-        tokens: mean of a tree's tokens.
-        returns: mean of a tree's returns.
+        tokens: mean number of tokens per tree.
+        returns: mean number of returns (paths) per tree.
         cost: noise x tokens, relative to `rloo`, with its 90 % interval.
         scale: projection of the mean gradient on the exact one, with its 90 % interval.
         formula: the cost by the variance formula.

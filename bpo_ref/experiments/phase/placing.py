@@ -1,9 +1,10 @@
 """The two knobs of a trained policy on a real environment: lateness L and quality ρ, from rollouts and forks.
 
-Both are ratios of Σ_t E |score_t|² x (squared error of what the return is compared with), by `bpo_ref.variance`'s
-policy, tasks, V̂ and gradients. With A for the mean return, C for the baseline of `rloo-pooled` and D for exact values,
-L = D / A and ρ = (A - C) / (A - D). D needs no values: it is the variance of the returns from a state, by two more
-rollouts from every state of a path. The squared norms of an update's scores take one backward pass, with random signs.
+Both are ratios of sums Σ_t E |score_t|² x (squared error of a baseline), measured with the policy, tasks, V̂ and
+gradients of `bpo_ref.variance`. With A the sum for the mean return, C for the baseline of `rloo-pooled` and D for exact
+values, L = D / A and ρ = (A - C) / (A - D). D is measured without exact values, as the variance of the returns from a
+state: two more rollouts start at every state of a path. One backward pass with random signs gives the squared norms of
+all scores of an update.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class DiagramPlace:
     Attributes:
         lateness: L.
         quality: ρ.
-        pooled: C / A', the cost of `rloo-pooled` that follows; A' is A with the noise of the others' mean.
+        pooled: C / A', the cost of `rloo-pooled` relative to RLOO that follows from them; A' is A plus the noise of the
+            mean of the other rollouts, which is RLOO's baseline.
         reward: mean return of the policy on the tasks.
         turns: mean number of turns.
     """
