@@ -207,8 +207,8 @@ def markdown(fates: Sequence[Fate], command: str) -> str:
     lines = [
         "# Mutants of the trainer",
         "",
-        "Each row is one changed line of `bpo_ref`, run in a copy against the fast tests chosen for its part until one",
-        "fails: whether a fault there would be seen. The list is `conformance/trainer_mutants.py`.",
+        "Each row is a mutant: one line of `bpo_ref` is changed in a copy, and the fast tests chosen for that part run until",
+        "one fails. A mutant that survives is a fault that they would miss. The list is `conformance/trainer_mutants.py`.",
         "",
         f"- {len(fates) - len(survived)} of {len(fates)} mutants killed"
         + (f"; **survived: {', '.join(survived)}**" if survived else ""),

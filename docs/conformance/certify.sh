@@ -89,12 +89,12 @@ PYTHONPATH=conformance certify ale-breakout ale_states:breakout # needs ale-py
 {
     echo "# Certificates"
     echo
-    echo "Each line is a run of the suite; the pages have every check, what it measured, and what was not tested."
-    echo 'Written by `docs/conformance/certify.sh`. "Deep copies" are environments of Gymnasium snapshotted by'
-    echo '`copy.deepcopy`, the obvious way, for comparison: in-process it is faithful for these, and it declares nothing more.'
-    echo '"Replays" are such environments, and TextWorld as the original plays it, by the seed and the actions so far.'
-    echo 'The copy backend isolates nothing and says so: siblings see each other'"'"'s processes and `/dev/shm`, its one failure.'
-    echo '"Emulator states" is Atari by `clone_state` and `restore_state` (`conformance/ale_states.py`).'
+    echo "Results of the [snapshot conformance suite](index.md), one run per line. The linked pages have every check, what it measured, and what was not tested."
+    echo '`docs/conformance/certify.sh` runs the suite and writes this page. For comparison there are other ways to take snapshots. "Deep copies" are Gymnasium environments copied with'
+    echo '`copy.deepcopy`, the obvious way: within a process it is faithful for these, and it declares nothing more.'
+    echo '"Replays" restore such environments, and the original TextWorld, by repeating the reset and all actions so far.'
+    echo 'The copy backend of SWE-bench isolates nothing and says so. Its one failure is that siblings see each other'"'"'s processes and `/dev/shm`.'
+    echo '"Emulator states" is Atari with `clone_state` and `restore_state` (`conformance/ale_states.py`), which do not restore everything: most checks of restores fail.'
     echo
     echo 'The suite is named by a digest of its modules that decide on verdicts. After c26c0bf3 and 83c1970b more of what the checks'
     echo 'do is drawn, and `fork.look_ahead` came; after 357f130b two checks leave out hidden state and streams that are not'

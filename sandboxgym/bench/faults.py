@@ -356,9 +356,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         *result_page.head("Sandboxes: faults", "faults", argv),
         f"{result_page.machine()}; {'root' if os.geteuid() == 0 else 'an ordinary user'}.",
         "",
-        "Each fault happens to real sandboxes in a process of its own. The last column counts what belonged to it: the",
-        "most while it ran, and what was left after it ended, or, where it was killed, after the next one started.",
-        "*Survived*: the sandbox answered afterwards, and was restored to what it was before.",
+        "Each fault happens to real sandboxes of one process, their owner. The last column counts what belonged to the",
+        "owner: the most while it ran, and what was left after it ended or, if it was killed, after the next owner had",
+        "started. *Survived*: the sandbox answered afterwards and could be restored to its earlier state; where an",
+        "owner was killed, its remains were cleared.",
         "",
         *tables(arguments.backends, arguments.image, arguments.kills),
     ]

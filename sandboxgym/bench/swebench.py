@@ -562,8 +562,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         *result_page.head("SWE-bench: steps, resets, snapshots and verdicts on a large repository", "swebench", argv),
         f"{result_page.machine()}; load {load:.1f} at the start. {arguments.files:,} files of code, "
         f"{COMMITS + 1} commits. "
-        "Of two n the first is of preparing and of new processes. Snapshot, restore and fork count until the next "
-        "step, `true`, was made. Compare within this page only.",
+        "n is the number of measurements; where it has two numbers, the first is for preparing and for resets in new "
+        "processes, the second for resets in this process. Snapshot, restore and fork are timed until the next step, "
+        '`true`, has ended. "p50 / p50" is the ratio of two medians. Compare within this page only.',
         "",
         *found,
     ]

@@ -34,10 +34,24 @@ def machine(*more: str) -> str:
 
 
 def publish(lines: Sequence[str], target: str | Path | None) -> None:
-    """Print the page, and write it to a file if one is given, which keeps its `REMARKS`."""
+    """Print the page, and write it to a file if one is given.
+
+    A file that exists keeps its hand-written parts: its `REMARKS`, and its introduction, the text between the title and
+    the first block of code, where the page itself has none.
+    """
     text = "\n".join(lines).rstrip() + "\n"
     sys.stdout.write(text)
     if target:
         page = Path(target)
-        remarks = page.read_text(encoding="utf-8").partition(REMARKS)[2] if page.exists() else ""
+        old = page.read_text(encoding="utf-8") if page.exists() else ""
+        title, introduction, rest = _parts(text)
+        text = title + (introduction if introduction.strip() else _parts(old)[1] or introduction) + rest
+        remarks = old.partition(REMARKS)[2]
         page.write_text(text + (f"\n{REMARKS}{remarks}" if remarks else ""), encoding="utf-8")
+
+
+def _parts(text: str) -> tuple[str, str, str]:
+    """Title, introduction, and the rest, which begins with a block of code; without one there is no introduction."""
+    title, newline, body = text.partition("\n")
+    introduction, fence, rest = body.partition("```")
+    return (title + newline, introduction, fence + rest) if fence else (title + newline, "", body)
