@@ -2,9 +2,9 @@
 
     PYTHONPATH=conformance python -m sandboxgym.conformance ale_states:breakout
 
-The straightforward implementation: a snapshot is ``env.unwrapped.clone_state(include_rng=True)``, a restore is
-``restore_state`` and a look at the screen. Wrappers, spaces and the environment's counters are not part of such a
-state. Needs ``ale-py``.
+This is the straightforward implementation: a snapshot is ``env.unwrapped.clone_state(include_rng=True)``; a restore
+calls ``restore_state`` and reads the screen. Wrappers, spaces and the environment's counters are not part of such a
+state. It needs ``ale-py``.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Each specimen is examined once without busy loops, then ``--runs`` times with them, with the same seed. A mutant is run
 against the checks that must detect it, a correct environment against all of them. The loops are child processes of this
-command and end with it. Exit codes: 0 the verdicts are equal, 1 some differ, 3 usage.
+command and end with it. Exit codes: 0 the verdicts are equal; 1 some differ, or a specimen is unknown; 2 wrong options.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from sandboxgym.conformance import Verdict  # noqa: E402
 from sandboxgym.conformance.digest import suite_digest  # noqa: E402
 
 GOODS = ("alfworld", "corridor", "dice", "limited", "weather", "quest", "accounts")
-"""Deterministic, stochastic, wrapped, composed, with a protocol of its own, with a data base; and one of ours."""
+"""Correct environments: deterministic, stochastic, wrapped, composed, with a self-written protocol or a database."""
 MUTANTS = ("shallow-list", "rng-dropped", "one-in50", "memory-leak", "cost-grows", "shifted-by-four-tenths")
 """Faults that repetitions, samples, measured memory and measured time must find."""
 SEED = 1
@@ -40,7 +40,7 @@ SEED = 1
 
 @contextlib.contextmanager
 def busy(loops: int) -> Iterator[None]:
-    """Keep so many processes computing."""
+    """Context in which ``loops`` processes compute all the time."""
     context = multiprocessing.get_context("spawn")
     made = [context.Process(target=_compute, daemon=True) for _ in range(loops)]
     for process in made:
@@ -68,7 +68,7 @@ def job(name: str) -> Job:
 
 
 def differing(quiet: Row, other: Row) -> list[str]:
-    """The checks with another verdict."""
+    """Ids of the checks whose verdicts differ between two runs."""
     ids = quiet.verdicts.keys() | other.verdicts.keys()
     return sorted(id for id in ids if quiet.verdicts.get(id) != other.verdicts.get(id))
 
@@ -80,7 +80,7 @@ def told(verdicts: Sequence[Verdict]) -> str:
 
 
 def markdown(runs: dict[str, list[Row]], loads: Sequence[float], loops: int, command: str) -> str:
-    """The page: of each specimen the run without the loops first."""
+    """The page in Markdown; ``runs`` holds the run without loops first for each specimen."""
     changed = {name: [differing(rows[0], row) for row in rows[1:]] for name, rows in runs.items()}
     beside = sum(len(rows) - 1 for rows in runs.values())
     same = sum(not difference for differences in changed.values() for difference in differences)

@@ -3,8 +3,8 @@
     python conformance/calibration.py --runs 2000 [--markdown docs/conformance/calibration.md]
 
 Each run draws two samples of one distribution and applies every test to them, at the sample sizes that the suite uses.
-A test may reject no more often than its level. A page of the same command and the same code of tests and draws is kept,
-without ``--all``. Exit codes: 0 all tests keep their levels, 1 some don't.
+A test may reject no more often than its level. If the page was made with the same arguments and the same code of tests
+and draws, it is kept; ``--all`` makes it anew. Exit codes: 0 all tests keep their levels, 1 some don't.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from sandboxgym.conformance.stats import tests as st
 
 LEVELS = (0.001, 0.01, 0.05, 0.2)
 SIZE = 60
-"""Futures a side."""
+"""Futures per side, in most of the tests."""
 DRAWS = 1999
-"""Permutations at most; the smallest p-value is 1 in 2000."""
+"""Most permutations of a test; its smallest p-value is 1 in 2000."""
 TESTS = {
     "few": "homogeneity (χ²), three categories",
     "many": "homogeneity (χ²), a long tail of categories merged into six",

@@ -1,7 +1,7 @@
 """Runs of the suite on specimens of the zoo, each in a separate process, with the results in a journal.
 
-A journal is a file with one line of JSON per run. The verdict of a check is kept while the code of the check and that
-of the specimen do the same (`sources`): hours of runs can be interrupted, and a changed check alone is run again.
+A journal is a file with one line of JSON per run. The verdict of a check is kept while the digests of the check and of
+the specimen stay the same (`sources`). Hours of runs can be interrupted, and after a change only that check runs again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ gc.freeze()
 IMPORTED_IN = os.getpid()
 """Process that imported this: for the processes of a run, their server."""
 NAMED = ("named",)
-"""Stands in place of ids of checks for those of the mutant's ``killed_by``, see `hunt`."""
+"""In a job, used instead of ids of checks: the checks of the mutant's ``killed_by``; see `hunt`."""
 SEEDS_BUDGET = replace(
     Budget.named("quick"), traces=2, steps=30, repeats=20, forks=3, cycles=10, depth=10, samples=200, seconds=0.5
 )
@@ -60,7 +60,7 @@ class Row:
         name: of the specimen.
         seed: of the run.
         verdicts: by check id.
-        messages: of all checks that gave one.
+        messages: messages by check id, of the checks that gave one.
         took: seconds by check id.
     """
 
@@ -98,7 +98,7 @@ def examine(
 ) -> Row:
     """Run the suite on one specimen, in this process; checks with known results are not run again.
 
-    All checks on a mutant are those that its row of the kill matrix needs, see `needless`.
+    If ``only`` is None, a mutant is run against the checks that its row of the kill matrix needs; see `needless`.
     """
     kept = specimen(name)
     hooks = {"actions": kept.actions, "observe_state": kept.observe_state, "shell": kept.shell, "limits": kept.limits}
@@ -118,8 +118,8 @@ def examine(
 def needless(mutant: Mutant) -> Callable[[Check, Mapping[str, Result]], bool]:
     """A function that is true of checks which cannot change a mutant's row of the kill matrix, given earlier results.
 
-    These are the others of a family of which one has failed; not those that must find the mutant, nor those whose
-    failure has others skipped.
+    If a check of a family has failed, the others of the family cannot change the row. Checks that must find the mutant,
+    and checks whose failure makes others skip, are always run.
     """
 
     def cannot_matter(check: Check, results: Mapping[str, Result]) -> bool:
@@ -160,12 +160,12 @@ def killed(mutant: Mutant, row: Row) -> bool:
 def in_own_process(
     jobs: Sequence[Job], *, processes: int, known: Mapping[str, Mapping[str, Result]] | None = None
 ) -> Iterable[Row]:
-    """`examine` each in a new process; what one leaves in its temporary and its working directory goes with it.
+    """Examine each specimen in a new process, whose temporary and working directories are removed afterwards.
 
     Args:
-        jobs: to do.
-        processes: at once.
-        known: results that are not found out again, by `key_of` of their job.
+        jobs: the jobs to do.
+        processes: number of processes at once.
+        known: results of checks that are not run again, by `key_of` of their job.
     """
     with pool(processes) as started:
         yield from started.imap_unordered(
@@ -210,7 +210,7 @@ def _set(variable: str, value: str | None) -> None:
 
 @contextlib.contextmanager
 def own_folders() -> Iterator[tuple[str, str]]:
-    """A temporary and a working directory for a run; if it is killed, the next one clears them."""
+    """Context of a temporary and a working directory for a run; if it is killed, the next run removes them."""
     claimed = run_directories.claim(scratch.KIND).absolute()
     scratch.use(claimed)
     try:
@@ -247,9 +247,9 @@ def journaled(jobs: Sequence[Job], journal: Path | None, *, processes: int, anew
     """The rows of all jobs: those that the journal has, then the others, each written to it when it is there.
 
     Args:
-        jobs: whose rows are wanted.
-        journal: the file; None for none.
-        processes: at once; 0: only what is there.
+        jobs: jobs whose rows are wanted.
+        journal: file of the journal; None: there is none.
+        processes: number of processes at once; 0: return only the rows of the journal.
         anew: take nothing from the journal.
     """
     told = {} if journal is None or anew or not journal.exists() else _read(journal, jobs)

@@ -36,9 +36,9 @@ def jobs(runs: int, only: Sequence[str] = (), rest: int = 0) -> list[Job]:
     """The runs: seeds from 1 on, environments in turn, all checks.
 
     Args:
-        runs: of the environments in ``only``, or of all, together.
+        runs: total number of runs of the environments in ``only``, or of all of them.
         only: names of known-good environments.
-        rest: runs of each of the others, after them.
+        rest: number of runs of each other environment, after these.
     """
     ids = tuple(check.id for check in CHECKS)
     goods = [good.name for good in zoo.KNOWN_GOOD]
@@ -51,12 +51,12 @@ def jobs(runs: int, only: Sequence[str] = (), rest: int = 0) -> list[Job]:
 
 
 def markdown(rows: Sequence[Row], wanted: int, command: str) -> str:
-    """The page.
+    """The page in Markdown.
 
     Args:
         rows: the runs that were made.
-        wanted: how many were to be made.
-        command: that makes them.
+        wanted: number of runs that were to be made.
+        command: command that makes the runs.
     """
     alarms = [row for row in rows if row.failed]
     verdicts = [verdict for row in rows for verdict in row.verdicts.values()]

@@ -4,7 +4,7 @@
 
 Each specimen is examined in a separate process, because some faults change the process. A mutant is killed when a check
 of its ``killed_by`` fails; failures of other checks are shown but don't count. ``--journal`` resumes an interrupted run
-(`examining`). Exit codes: 0 all killed and no alarm, 1 otherwise, 3 usage.
+(`examining`). Exit codes: 0 all killed and no alarm; 1 otherwise, or an unknown specimen; 2 wrong options.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def cell(row: Row, name: str) -> str:
 
 
 def markdown(rows: dict[str, Row], goods: list[Row], command: str, whole: bool) -> str:
-    """The page, of the specimens that were run."""
+    """The page in Markdown, for the specimens that were run."""
     names = families()
     reported, left = sum(bool(m.follows) for m in zoo.MUTANTS if m.name in rows), len(zoo.MUTANTS) - len(rows)
     mutants = [m for m in zoo.MUTANTS if m.name in rows]

@@ -35,10 +35,10 @@ ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("bpo_ref", "sandboxgym", "sandboxgym_pytest", "tests", "pyproject.toml")
 IMPORTED = ("torch", "transformers", "accelerate", "transformers.models.llama", "peft", "tyro", "sandboxgym.tree")
 SECONDS = 900.0
-"""Time limit of a mutant's tests: one that hangs is killed, in both senses."""
+"""Time limit of a mutant's tests in seconds; a mutant that exceeds it counts as killed."""
 
 LONGER = "mean_change or unbiased or planted or biases or variance or ranking or allotted or trains or run or resume"
-"""Words in the names of fast tests that take a second and more: they are run if the others have passed."""
+"""Words in the names of fast tests that take a second or more; these run after the others have passed."""
 STAGES = (f"not ({LONGER})", LONGER)
 
 
@@ -54,14 +54,14 @@ class Fate:
 
 
 class GoneError(LookupError):
-    """A mutant's line is not in the package exactly once."""
+    """The line of a mutant does not occur exactly once in the package."""
 
 
 def place(mutant: Mutant, package: Path) -> Path:
     """The file of ``bpo_ref`` that has a mutant's line.
 
     Raises:
-        GoneError: it is nowhere, or more than once.
+        GoneError: no file has the line, or it occurs more than once.
     """
     found = [(path, path.read_text(encoding="utf-8").count(mutant.line)) for path in sorted(package.glob("**/*.py"))]
     found = [(path, times) for path, times in found if times]
@@ -84,7 +84,7 @@ class Trial:
     """Tests in a process that was forked when everything but the trainer had been imported."""
 
     mutant: Mutant | None
-    """None: none is planted."""
+    """Mutant to plant; None: the tests run without one."""
     copy: Path
     names: Sequence[str]
     stage: int = 0
@@ -93,7 +93,7 @@ class Trial:
     output: TextIO | None = None
 
     def start(self) -> None:
-        """The next stage."""
+        """Start the next stage of the tests."""
         self.output = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115 - the child's, and read after it
         self.began = self.began or time.perf_counter()
         sys.stdout.flush()
@@ -118,7 +118,7 @@ class Trial:
         return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else code
 
     def ended(self) -> int | None:
-        """The exit code of this stage, -1 where it ran out of time; None: not yet."""
+        """Exit code of this stage: -1 if it ran out of time, None if it has not ended."""
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid:
             return os.waitstatus_to_exitcode(status)
@@ -144,7 +144,7 @@ def fate_of(trial: Trial, code: int) -> Fate:
 
 
 def run(trials: Sequence[Trial], copies: list[Path]) -> Iterator[tuple[Trial, int]]:
-    """Trials that have ended with their exit codes, as many at a time as there are copies."""
+    """Run trials, as many at a time as there are copies; yield each that has ended, with its exit code."""
     waiting = list(trials)
     running: dict[int, tuple[Trial, tuple[Path, str] | None]] = {}
     while waiting or running:
@@ -171,7 +171,7 @@ def run(trials: Sequence[Trial], copies: list[Path]) -> Iterator[tuple[Trial, in
 
 
 def journaled(journal: Path | None) -> list[Fate]:
-    """The kills of earlier runs, of mutants that are as they were."""
+    """Kills of earlier runs, for mutants that have not changed since."""
     if journal is None or not journal.exists():
         return []
     rows = [json.loads(line) for line in journal.read_text(encoding="utf-8").splitlines()]
@@ -180,7 +180,7 @@ def journaled(journal: Path | None) -> list[Fate]:
 
 
 def import_all() -> None:
-    """Everything that tests import and mutants do not change: it is most of the time of a quick test."""
+    """Import everything that tests import and mutants do not change, which takes most of the time of a quick test."""
     sys.path.insert(0, str(ROOT))
     for name in IMPORTED:
         importlib.import_module(name)
@@ -207,8 +207,9 @@ def markdown(fates: Sequence[Fate], command: str) -> str:
     lines = [
         "# Mutants of the trainer",
         "",
-        "Each row is a mutant: one line of `bpo_ref` is changed in a copy, and the fast tests chosen for that part run until",
-        "one fails. A mutant that survives is a fault that they would miss. The list is `conformance/trainer_mutants.py`.",
+        "Each row is a mutant: one line of `bpo_ref` is changed in a copy, and the fast tests chosen for that part run",
+        "until one fails. A mutant that survives is a fault that they would miss. The list is",
+        "`conformance/trainer_mutants.py`.",
         "",
         f"- {len(fates) - len(survived)} of {len(fates)} mutants killed"
         + (f"; **survived: {', '.join(survived)}**" if survived else ""),

@@ -1,12 +1,12 @@
 """Digests of the code that a run of the suite depends on: of the suite, of single checks, of environments.
 
-They are those of `sandboxgym.conformance.digest`: comments, docstrings and formatting do not count. A result is kept
+They are made by `sandboxgym.conformance.digest`: comments, docstrings and formatting do not count. A result is kept
 while the digests of its check and its environment stay the same.
 
     python conformance/sources.py ENV_ID [OPTION …]
 
-prints that of a certificate: of the suite, of ``python -m sandboxgym.conformance`` with the same arguments, and of
-the environment with its hooks and data.
+prints the digest of the certificate that ``python -m sandboxgym.conformance`` makes with the same arguments. It covers
+the suite, and the environment with its hooks and data.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def _index(module: str) -> dict[str, list[_Statement]]:
 
 
 def _registered(id: str) -> str:
-    """Module of the environment of this package with an id; else the package, which is there anyway."""
+    """Module of an environment of this package, by its id; for other ids `sandboxgym`, which always counts."""
     entry = gym.registry[id].entry_point
     return entry.partition(":")[0] if isinstance(entry, str) and _path(entry.partition(":")[0]) else "sandboxgym"
 
@@ -184,7 +184,7 @@ def _defined(statement: ast.stmt) -> set[str]:
 
 
 def reached(modules: Iterable[str]) -> list[str]:
-    """These modules and all that they import, at whatever time, of the packages in `ROOTS`; sorted."""
+    """These modules and all modules in `ROOTS` that they import, also inside functions; sorted."""
     found: set[str] = set()
     waiting = [name for name in modules if _path(name)]
     while waiting:

@@ -1,4 +1,4 @@
-"""Our own environments satisfy the contract, by the command that we offer to others.
+"""The environments of this package pass the conformance suite.
 
 ``pytest conformance/ --sandboxgym-env ID`` certifies another one (test_certify.py), with one item per check.
 """

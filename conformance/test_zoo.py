@@ -1,8 +1,8 @@
 """Every mutant is killed by a check that names its hazard; the known-good environments raise no alarm.
 
 Here each mutant only runs against the checks that must detect it, and each known-good environment gets one short run
-of a quarter of the checks; ``killmatrix.py`` and ``falsealarms.py`` run all specimens against all checks. What was seen
-of code that has not changed since is taken from a file, see ``verdicts.py``.
+of a quarter of the checks; ``killmatrix.py`` and ``falsealarms.py`` run all specimens against all checks. Verdicts on
+code that has not changed since are taken from a file; see ``verdicts.py``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.slow
 
 
 def possible(kept: zoo.Mutant | zoo.Good) -> None:
-    """Skip a specimen that this machine's kernel does not let be."""
+    """Skip a specimen that this machine's kernel does not support."""
     if kept.make.__module__ == zoo.jail.__name__ and (reason := zoo.jail.why_unavailable()):
         missing("namespaces", reason)
 

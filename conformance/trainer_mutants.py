@@ -32,10 +32,10 @@ class Mutant:
     part: str
     """Key of `TESTS`."""
     line: str
-    """Text that is there once in ``bpo_ref``."""
+    """Text that occurs exactly once in ``bpo_ref``."""
     changed: str
     equivalent: str = ""
-    """Reason why no test can see it; empty where one can."""
+    """Reason why no test can detect it; empty if one can."""
 
 
 def _mutants() -> Iterator[Mutant]:

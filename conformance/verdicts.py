@@ -31,19 +31,19 @@ from sandboxgym.system.atomic import write_atomic  # noqa: E402
 
 FILE = HERE / f"verdicts-{sys.version_info.major}.{sys.version_info.minor}.jsonl"
 DAYS = 8
-"""Days in which everything is examined again, an equal part of it on each."""
+"""Number of days in which everything is examined again, about an equal part on each day."""
 SHARES = 4
-"""Parts of the checks, of which a known-good environment meets one, and the next environment the next."""
+"""Number of parts of the checks; each known-good environment meets one part, and the next environment the next part."""
 IN_JAIL = ("api", "restore.trace_equality", "restore.many", "fork.trace_equality")
-"""Checks of a jail, whose steps are processes: all take five minutes. Those of the section `hostile`, which find all of
-its mutants, meet it in tests/conformance/probes/test_hostile.py."""
+"""Checks for a jail, whose steps are processes, so that all checks would take five minutes. The checks of the theme
+`hostile`, which find all its mutants, meet it in tests/conformance/probes/test_hostile.py."""
 
 
 OF_SHELLS = ("api", "probes", "hostile", "restore.many", "fork.trace_equality", "fork.crowd")
 """Checks of commands, and a few that see what commands change."""
 QUICK = {"limited-dice": "", "shell": OF_SHELLS}
-"""Known-good environments that meet checks with the quick budget, and how those begin: all where there is randomness
-and a wrapper. test_envs.py has environments without randomness."""
+"""Known-good environments that meet checks with the quick budget, and the beginnings of these checks' ids: all checks
+for one with randomness and a wrapper. test_envs.py has environments without randomness."""
 
 
 def share_of(good: zoo.Good) -> list[str]:
@@ -95,7 +95,7 @@ def row_of(job: Job, *, file: Path = FILE, day: datetime.date | None = None) -> 
 
 
 def write(chosen: Sequence[Job], file: Path, *, processes: int) -> None:
-    """Bring a file up to date with these runs; what holds is not examined. It may be interrupted."""
+    """Bring a file up to date with these runs; rows of the file that still hold are not examined again."""
     rows: dict[tuple[str, int], Row] = {}
     for row in examining.journaled(chosen, file, processes=processes):
         rows[row.name, row.seed] = row

@@ -1,18 +1,18 @@
 """The conformance suite: certifies that the snapshots of an environment are faithful.
 
-One core of framework-free checks (`check`, `runner`, ``checks/``) with three front ends:
+The checks (`check`, `runner`, ``checks/``) depend on no test framework. They can be run in three ways:
 
-- ``python -m sandboxgym.conformance ENV_ID``;
-- ``pytest --pyargs sandboxgym.conformance --sandboxgym-env ENV_ID`` (`plugin`);
-- `check_snapshot` for one line in a test.
+- on the command line: ``python -m sandboxgym.conformance ENV_ID``;
+- by pytest, with the plugin `sandboxgym_pytest`: ``pytest --pyargs sandboxgym.conformance --sandboxgym-env ENV_ID``;
+- by one line in a test: `check_snapshot`.
 
 >>> from sandboxgym.conformance import check_snapshot
 >>> report = check_snapshot("sandboxgym/ALFWorld-v0", only=["api.protocol"])
 >>> [str(result.verdict) for result in report.results]
 ['PASS']
 
-Any environment qualifies that has ``snapshot()``, ``restore(snap, *, seed=None)``, ``fork(k, *, seed=None)`` and
-``snapshot_spec``; it need not share code with this package.
+The suite takes any environment that has ``snapshot()``, ``restore(snap, *, seed=None)``, ``fork(k, *, seed=None)``
+and ``snapshot_spec``; it need not share code with this package.
 """
 
 from __future__ import annotations
@@ -41,7 +41,11 @@ __all__ = [
 
 
 class ConformanceError(AssertionError):
-    """Checks failed; the message lists them. ``report`` has the whole `Report`."""
+    """Some checks failed; the message lists them.
+
+    Attributes:
+        report: the whole `Report`.
+    """
 
     def __init__(self, report: Report) -> None:
         lines = [f"{len(report.failures)} of {len(report.results)} conformance checks of {report.name} failed:"]
@@ -68,25 +72,30 @@ def check_snapshot(
     strength: bool = False,
     **hooks: Any,
 ) -> Report:
-    """Run the suite on an environment, in one line of a test.
+    """Run the suite on an environment, and raise if a check fails: one line in a test.
 
     Args:
-        make_env: makes the environment; or a Gymnasium id, ``module:function``, or a `Subject`.
+        make_env: function that makes the environment; or a Gymnasium id, ``module:function``, or a `Subject`, with
+            which ``make_kwargs`` and ``hooks`` are ignored.
         make_kwargs: keyword arguments for ``make_env``.
-        levels: which `Level`s, by number or name (``["exact", "isolation"]``).
-        budget: ``"quick"`` or ``"full"``.
-        seed: of all that the suite draws.
-        only: ids of the only checks to run.
-        strength: put faults into the environment's snapshots afterwards, and say in the report which of them this run
-            would have seen; it takes a quarter of the time in addition.
-        hooks: ``actions``, ``observe_state``, ``normalize``, ``reset_options``, ``make_spec``, ``declared``, ``shell``,
-            ``lossy`` and ``name`` of `Subject`.
+        levels: the `Level`s to run, by number or name (``["exact", "isolation"]``).
+        budget: ``"quick"``, ``"full"`` or a `Budget`.
+        seed: seed of everything that the suite draws.
+        only: ids of the checks to run; default: all checks of the levels.
+        strength: after the checks, put faults into the environment's snapshots and report which of them this run would
+            have detected. It adds about a quarter of the time (2 seconds at least), or twice as much if some fields are
+            then still undecided.
+        hooks: other attributes of `Subject`: ``actions``, ``observe_state``, ``normalize``, ``reset_options``,
+            ``declared``, ``shell``, ``lossy``, ``limits``, ``source`` and ``name``; also ``make_spec`` where
+            ``make_env`` is a function.
 
     Returns:
-        The report, also of what was skipped or stayed inconclusive.
+        The report, which includes the checks that were skipped or stayed inconclusive.
 
     Raises:
-        ConformanceError: an `AssertionError` that lists the failed checks.
+        ConformanceError: some checks failed; it is an `AssertionError` that lists them.
+        TypeError: there is no such hook.
+        ValueError: there is no such level, budget or check, or ``make_env`` is text of another form.
     """
     if isinstance(make_env, Subject):
         subject = make_env

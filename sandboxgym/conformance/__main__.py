@@ -1,7 +1,7 @@
 """Command line of the conformance suite.
 
-Exit status: 0 no check failed, 1 some did, 2 none did but some stayed inconclusive, 3 wrong usage or the environment
-cannot be made.
+Exit status: 0 no check failed; 1 some did; 2 none did, but some stayed inconclusive; 3 wrong usage, or the environment
+cannot be made; 130 interrupted.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def _positive(text: str) -> float:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suite on an environment, in a watched process of its own; the exit status."""
+    """Run the command: the suite on one environment, in a watched process; return the exit status."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     command = parser()
     options = command.parse_args(given)
@@ -188,7 +188,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def told(options: argparse.Namespace, watched: Watched) -> int:
-    """Run as the watched child, which sends everything to the watching process."""
+    """Run the suite as the watched child, which sends its results to the watching process; return the exit status."""
     try:
         subjects = prepared(options)
     except Exception as error:  # whatever a factory raises: there is nothing to certify
@@ -204,7 +204,7 @@ def told(options: argparse.Namespace, watched: Watched) -> int:
 
 
 def in_process(options: argparse.Namespace, prog: str) -> int:
-    """Run the suite in this process."""
+    """Run the suite in this process; return the exit status."""
     try:
         check_outputs(options)
         subjects = prepared(options)
@@ -227,7 +227,7 @@ def in_process(options: argparse.Namespace, prog: str) -> int:
 
 
 def check_outputs(options: argparse.Namespace) -> None:
-    """Check before the run that reports can be written.
+    """Check before the run that the folders of the reports exist.
 
     Raises:
         ValueError: there is no such folder.
@@ -238,13 +238,13 @@ def check_outputs(options: argparse.Namespace) -> None:
 
 
 def prepared(options: argparse.Namespace) -> list[Subject]:
-    """The subjects, each environment made once to see that it can be.
+    """The subjects of the run; each environment is made once, to see that it can be.
 
     Raises:
         Exception: whatever a factory raises, and errors of arguments.
     """
     if "" not in sys.path and os.getcwd() not in sys.path:
-        # Last: who certifies an environment of this folder wants its modules, not a json.py that lies beside them.
+        # Last: whoever certifies an environment of this folder needs its modules, but not a json.py beside them.
         sys.path.append(os.getcwd())
     asked(options)
     for module in options.modules:
@@ -260,7 +260,7 @@ def prepared(options: argparse.Namespace) -> list[Subject]:
 
 
 def asked(options: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `run` from the command line's.
+    """Arguments of `run`, from the options of the command line.
 
     Raises:
         ValueError: there is no such level or check.
@@ -330,10 +330,10 @@ def parse_only(texts: Sequence[str] | None) -> list[str] | None:
 
 
 def parse_reset_options(texts: Sequence[str]) -> dict[str, Any] | list[dict[str, Any]] | None:
-    """Parse options of ``reset`` from JSON objects: one for every reset, several in turn.
+    """Parse options of ``reset`` from JSON objects: one object for every reset, or several that take turns.
 
     Raises:
-        ValueError: a text is no JSON object.
+        ValueError: a text is not a JSON object.
     """
     found = []
     for text in texts:
@@ -351,7 +351,7 @@ def parse_hooks(texts: Sequence[str]) -> dict[str, Any]:
     """Import functions from ``NAME=module:function``.
 
     Raises:
-        ValueError: a text is not such, or names nothing that can be called.
+        ValueError: a text has another form, or names nothing that can be called.
     """
     found: dict[str, Any] = {}
     for text in texts:

@@ -1,8 +1,8 @@
-"""Baseline snapshots for environments without any, by deep copy and by replay, for comparison.
+"""Baseline snapshots, by deep copy and by replay, for environments that have none; for comparison.
 
 `DeepCopySnapshots` copies the environment: state that a deep copy does not reach (globals, files, processes, C
-libraries) is not in the snapshot. `ReplaySnapshots` resets and repeats the same actions: as expensive as the episode is
-long, and right only where a seed fixes an episode.
+libraries) is not in the snapshot. `ReplaySnapshots` resets and repeats the same actions: its cost grows with the length
+of the episode, and it is right only where a seed fixes the episode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class DeepCopy:
     """A deep copy of an environment, and its last output.
 
     Attributes:
-        fits: names the environment and its arguments, wrappers included.
+        fits: text that names the environment and its arguments, wrappers included.
     """
 
     def __init__(self, env: AnyEnv, last: tuple[Any, dict[str, Any]], fits: str) -> None:
@@ -36,7 +36,7 @@ class DeepCopy:
         """Another deep copy of the environment and its last output.
 
         Raises:
-            SnapshotReleased: it was released.
+            SnapshotReleased: the copy was released.
         """
         if self._held is None:
             raise SnapshotReleased("this deep copy was released")
@@ -51,7 +51,7 @@ class DeepCopy:
 class DeepCopySnapshots(gym.Env[Any, Any]):
     """An environment with its wrappers, snapshotted by ``copy.deepcopy``.
 
-    It is a `gymnasium.Env` of its own, not a wrapper: what is inside is replaced as a whole by a restore.
+    It is a `gymnasium.Env`, not a wrapper, because a restore replaces the whole environment inside.
 
     Example:
         >>> env = DeepCopySnapshots(gym.make("FrozenLake-v1"))
@@ -72,7 +72,7 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         self.spec = env.spec
         self._fits = f"{env} {env.spec.kwargs if env.spec else ''}"
 
-    # Spaces and streams are those of whatever is inside now.
+    # Spaces and streams are those of the environment that is inside now.
 
     @property
     def action_space(self) -> gym.Space[Any]:  # type: ignore[override]
@@ -114,16 +114,26 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         self.inner.close()
 
     def snapshot(self) -> DeepCopy:
-        """Take a deep copy."""
+        """Take a snapshot: a deep copy.
+
+        Raises:
+            ResetNeeded: ``reset`` was not called before.
+        """
         if self._returned is None:
             raise ResetNeeded(f"{self.inner} has no state yet: call reset() before asking for a snapshot")
-        for layer in layers(self.inner):  # streams that nothing was drawn from yet: else every copy would make its own
+        for layer in layers(self.inner):  # not made before the first draw: each copy would make its own
             materialise(layer.action_space, layer.observation_space)
         _ = self.inner.np_random
         return DeepCopy(copy.deepcopy(self.inner), copied(self._returned), self._fits)
 
     def restore(self, snap: DeepCopy, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-        """Replace the environment inside by a copy of the snapshot's."""
+        """Replace the environment inside by a copy of the snapshot's; return the last observation and info.
+
+        Raises:
+            TypeError: ``snap`` is not a `DeepCopy`.
+            SnapshotMismatch: it is of another environment, or of one with other arguments.
+            SnapshotReleased: it was released.
+        """
         if not isinstance(snap, DeepCopy):
             raise TypeError(f"expected a DeepCopy, found {type(snap).__qualname__}")
         if snap.fits != self._fits:
@@ -136,7 +146,12 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         return copied(self._returned)  # type: ignore[no-any-return]
 
     def fork(self, k: int, *, seed: int | None = None) -> list[DeepCopySnapshots]:
-        """Make deep copies, each in an environment of its own."""
+        """Make ``k`` environments, each with a deep copy of this one.
+
+        Raises:
+            ValueError: ``k`` is less than 1.
+            ResetNeeded: ``reset`` was not called before.
+        """
         if k < 1:
             raise ValueError(f"expected at least 1 fork, found k={k}")
         snap = self.snapshot()
@@ -163,10 +178,10 @@ def deep_copied(id: str, **kwargs: Any) -> DeepCopySnapshots:
 
 
 class ReplaySnapshots(SnapshotEnv[Any, Any]):
-    """An environment by its Gymnasium id, whose snapshots are the seed and the actions so far.
+    """An environment, made by its Gymnasium id, whose snapshots are the seed and the actions so far.
 
-    Every episode begins with a seed drawn from ``np_random``; its steps then draw from the same stream, so that a
-    restore with a seed replays the past with the draws of the past and continues with others.
+    Every episode begins with a seed drawn from ``np_random``, and its steps draw from the same stream. A restore with a
+    seed therefore replays the past with its own draws and continues with others.
 
     ``python -m sandboxgym.conformance sandboxgym.conformance.baselines:ReplaySnapshots --make-kwargs id=CartPole-v1``
 

@@ -1,8 +1,9 @@
 """Checks: documented functions with a stable id that pass, fail, skip or stay inconclusive.
 
 1. A check returns a dict of measurements (PASS) or raises `Failed`, `Skipped` or `Inconclusive`. Any other exception
-   of the environment under test is a FAIL with the traceback.
-2. `REGISTRY` holds all checks in the order of their definition; ids never change their meaning.
+   is a FAIL with its traceback.
+2. `REGISTRY` holds the checks that have been imported, in the order of their definition; `runner.all_checks` imports
+   all of them. An id never changes its meaning.
 3. Each check states its hazard and its blind spots; reports print both.
 """
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Verdict(enum.StrEnum):
-    """Verdict of a check."""
+    """Verdict of a check: PASS, FAIL, SKIP (it does not apply) or INCONCLUSIVE (it ran and could not decide)."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -52,7 +53,7 @@ class Level(enum.IntEnum):
 
 
 def as_levels(values: Iterable[int | str]) -> tuple[int, ...]:
-    """Levels by number or by name (``"exact"``), in order.
+    """The numbers of levels given by number or by name (``"exact"``), sorted.
 
     Raises:
         ValueError: there is no such level.
@@ -70,7 +71,7 @@ def as_levels(values: Iterable[int | str]) -> tuple[int, ...]:
 
 
 class Failed(Exception):
-    """The check saw its hazard.
+    """The check found the fault that it looks for.
 
     Attributes:
         evidence: measurements, as JSON values.
@@ -84,11 +85,11 @@ class Failed(Exception):
 
 
 class Skipped(Exception):
-    """The check does not apply; the message is the reason."""
+    """The check does not apply; the message gives the reason."""
 
 
 class Inconclusive(Exception):
-    """The check ran without a decision; the message is the reason."""
+    """The check ran but could not decide; the message gives the reason."""
 
     def __init__(self, message: str, evidence: dict[str, Any] | None = None) -> None:
         super().__init__(message)
@@ -109,17 +110,17 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits on the effort of a run. Loops end at their count or at the time, whichever is first."""
+    """Limits on the effort of a run; a loop ends at its count or when its time is up, whichever comes first."""
 
     name: str
     traces: int
-    """Recorded control runs (each its own seed and task), on-policy and off-policy alternately."""
+    """Number of recorded control runs, each with its own seed and task; on-policy and off-policy ones alternate."""
     steps: int
     """Longest control episode, in steps."""
     repeats: int
-    """Repetitions against rare faults: one in 50 is missed with probability < 0.001 from 342 on."""
+    """Repetitions that find rare faults: 342 or more miss a fault of one in 50 with a probability below 0.001."""
     forks: int
-    """Siblings that are alive at once."""
+    """Number of sibling forks that are alive at once."""
     cycles: int
     """Cycles of snapshot, restore, fork, close before resources are counted."""
     depth: int
@@ -129,18 +130,18 @@ class Budget:
     seconds: float
     """Soft limit of one check in seconds."""
     share: float = 1.0
-    """Share of the least counts of loops, which are reached whatever the time, that a slow environment must reach."""
+    """Factor on the minimum counts of loops, which hold even when the time is up; below 1 for a slow environment."""
     total: float = math.inf
-    """Processor seconds that a run of all checks aims at."""
+    """Processor seconds that a run shares out among its checks; a single check may exceed its share."""
     waits: bool = False
-    """Half of the wall time counts towards the budget too: other processes do the environment's work."""
+    """True if half of the wall time counts towards the budget, because other processes do the environment's work."""
 
     @classmethod
     def named(cls, name: str) -> Budget:
-        """The budget ``quick`` or ``full``.
+        """The budget named ``quick`` or ``full``.
 
         Raises:
-            ValueError: another name.
+            ValueError: there is no budget with this name.
         """
         try:
             return BUDGETS[name]
@@ -148,12 +149,12 @@ class Budget:
             raise ValueError(f"expected a budget of {', '.join(BUDGETS)}, found {name!r}") from None
 
     def paced(self, seconds: float) -> Budget:
-        """The budget for an environment whose calls, or snapshots, take that long.
+        """The budget adapted to an environment whose calls or snapshots take ``seconds`` each.
 
-        Where a control run would take more than a quarter of the soft limit, it is halved until it does not; where
-        even the shortest does, loops may also end after fewer rounds. Both are coarse, so that the same environment
-        gets the same checks. With a call of `SLOW` and more there are at most four control runs, and a run of all
-        checks aims at `PATIENCE` at most.
+        A control run that would take more than a quarter of the soft limit is halved until it does not, down to
+        `SHORTEST` steps, of which there are at most two runs. If even these take too long, the minimum counts of loops
+        are reduced as well. Both are coarse, so that the same environment gets the same checks. If a call takes `SLOW`
+        or more, there are at most four control runs, and ``total`` is at most `PATIENCE`.
         """
         steps, share = self.steps, 1.0
         while steps > SHORTEST and steps * seconds > self.seconds / 4:
@@ -168,9 +169,10 @@ class Budget:
         return replace(self, steps=steps, traces=traces, share=share, total=total, waits=waits)
 
     def sharing(self, spent: float, checks: int) -> Budget:
-        """The budget for the next check, ``spent`` seconds after the start, with so many checks left.
+        """The budget for the next check, when ``spent`` seconds are used and ``checks`` checks are left.
 
-        A check may take three times its share of what is left, a quarter of the soft limit at least, all at most.
+        A check may take three times its equal share of the seconds left, but no less than a quarter of the soft limit
+        and no more than all of it.
         """
         share = (self.total - spent) / checks
         return replace(self, seconds=min(self.seconds, max(self.seconds / 4, 3 * share)))
@@ -183,10 +185,15 @@ class Budget:
         return f"{self.name} (slow: control runs of {self.steps} steps{fewer})"
 
     def spending(self, count: int, *, seconds: float | None = None, at_least: int = 1) -> Iterator[int]:
-        """``range(count)``, cut short when the time is up, but not before ``at_least``.
+        """Iterate over ``range(count)`` until the time is up, but for a minimum number of rounds.
 
-        Time is that of the processor, so that a busy machine checks no less; waiting counts half, and none of the wait
-        for a processor (`clock`).
+        Processor time counts, so that a busy machine checks no less. Waiting counts half, except that waiting for a
+        processor does not count (`clock`).
+
+        Args:
+            count: number of rounds if the time suffices.
+            seconds: the time limit; default: the soft limit of a check.
+            at_least: minimum number of rounds, whatever the time. It is multiplied by ``share``, but not below 2.
         """
         limit = self.seconds if seconds is None else seconds
         at_least = max(min(at_least, 2), round(at_least * self.share))
@@ -199,13 +206,13 @@ class Budget:
 
 
 SHORTEST = 8
-"""Steps of a control run below which the checks see too little."""
+"""Fewest steps of a control run; shorter runs show too little."""
 SLOW = 0.01
-"""Seconds per call above which an environment counts as one of processes or containers, not of memory."""
+"""Seconds per call from which an environment is taken to run processes or containers rather than in memory."""
 PATIENCE = 300.0
-"""`Budget.total` of these at most; half of the wall time counts, so that it is ten minutes."""
+"""Largest `Budget.total` of environments as slow as `SLOW`; half of the wall time counts, so that it is 10 minutes."""
 LEAST = 0.25
-"""The smallest share of the least counts."""
+"""Smallest `Budget.share`."""
 
 BUDGETS = {
     "quick": Budget("quick", 4, 60, 400, 4, 100, 200, 1000, 2.0, total=45.0),
@@ -225,7 +232,7 @@ class Check:
     needs: tuple[str, ...]
     """Capabilities without which the check is skipped; see `NEEDS`."""
     after: tuple[str, ...]
-    """Checks that must not have failed."""
+    """Ids of earlier checks; if one of them failed, this check is skipped."""
     hazard: str
     """The harm to training if the check fails."""
     blind: str
@@ -238,8 +245,8 @@ class Check:
 
 
 NEEDS = ("exact", "rng", "processes", "clock", "cross_process", "cross_host", "save")
-"""Capabilities by name: the flags of `SnapshotSpec`; ``exact`` (futures repeat after a restore: the streams are
-captured, or there are none); ``save`` (handles can be saved and loaded)."""
+"""Names of capabilities: flags of `SnapshotSpec`; ``exact`` (futures repeat after a restore, because the random streams
+are captured or there are none); ``save`` (snapshots can be saved and loaded)."""
 
 REGISTRY: dict[str, Check] = {}
 
@@ -247,7 +254,19 @@ REGISTRY: dict[str, Check] = {}
 def check(
     id: str, *, level: int, hazard: str, blind: str, needs: tuple[str, ...] = (), after: tuple[str, ...] = ()
 ) -> Callable[[CheckFunction], CheckFunction]:
-    """Register a check under its id; the function's docstring describes it."""
+    """Decorator that registers a check under an id; the function's docstring describes the check in reports.
+
+    Args:
+        id: stable name, ``theme.check``.
+        level: number of a `Level`.
+        hazard: the harm to training if the check fails.
+        blind: faults that the check cannot see.
+        needs: capabilities without which the check is skipped; see `NEEDS`.
+        after: ids of earlier checks; if one of them failed, this check is skipped.
+
+    Raises:
+        ValueError: a need is unknown, or another check has this id.
+    """
     unknown = set(needs) - set(NEEDS)
     if unknown:
         raise ValueError(f"{id}: expected needs among {NEEDS}, found {sorted(unknown)}")

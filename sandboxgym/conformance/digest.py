@@ -1,7 +1,7 @@
-"""Version of the suite: a digest of what its modules do, the same for all supported versions of Python.
+"""Version of the suite: a digest of the code of its modules, the same for all supported versions of Python.
 
-Comments, docstrings, formatting, and the prose of a check's hazard and blind spots do not count, so that a corrected
-sentence makes no certificate old. Everything else does, messages of failures too.
+Comments, docstrings, formatting, and the texts of a check's hazard and blind spots do not count, so that a corrected
+sentence does not make a certificate outdated. Everything else counts, including messages of failures.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ SHOWING = (
     *("harness/shrink.py", "harness/unrestored.py", "reports/"),
     *("supervision/janitor.py", "supervision/scratch.py"),
 )
-"""Modules and rooms of the suite on which no verdict of a check depends."""
+"""Modules and subpackages of the suite on which no verdict of a check depends."""
 PROSE = frozenset({"hazard", "blind"})
 """Arguments of a check, or of a specimen, that only reports show."""
 DESCRIBED = frozenset({"check", "Mutant"})
-"""Names of the calls that have them; elsewhere arguments of these names are as any others."""
+"""Names of the calls that take `PROSE`; in other calls, arguments of these names count."""
 
 
 @functools.cache
@@ -39,10 +39,10 @@ def suite_digest() -> str:
 
 @functools.cache
 def source_digest(source: str) -> str:
-    """Digest of what Python source does: see `digest_of`.
+    """Digest of the code in Python source, without positions and prose; see `digest_of`.
 
     Raises:
-        SyntaxError: the text is no Python.
+        SyntaxError: the text is not valid Python.
     """
     return digest_of(ast.parse(source).body)
 

@@ -1,9 +1,9 @@
-"""Runs checks on a subject and collects their results.
+"""Runner of the checks: runs them on a subject and collects their results.
 
-1. Checks do not affect each other through the process: global random streams, working directory and environment
+1. Checks do not affect each other through the process: global random streams, the working directory and environment
    variables are restored after each.
-2. A check that cannot apply is a SKIP with its reason; the report lists it under what was not tested.
-3. Equal seeds give equal calls, as far as time allows: slow environments get fewer and shorter ones.
+2. A check that does not apply is a SKIP with its reason; the report lists it under "NOT tested".
+3. Equal seeds give equal calls, except that in a slow environment runs are shorter and time limits end loops earlier.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ SCHEMA = 1
 """Version of the JSON of a report; raised when a field changes its meaning."""
 
 SHRINKING_IN_ALL = 40.0
-"""Seconds in which no other counterexample is begun to be shortened."""
+"""Seconds after which the runner starts to shorten no further counterexample."""
 SHRINKING = 5.0
-"""Seconds of the processor at most for shortening one script."""
+"""Most processor seconds for shortening one script."""
 
 THEMES = (
     "api",
@@ -78,7 +78,7 @@ THEMES = (
 _ROOMS = {"streams": "chance.", "stochastic": "chance.", "probes": "sandbox.", "hostile": "sandbox."}
 
 Listener = Callable[[Check, Result | None], None]
-"""Called before each check (None) and after it."""
+"""Function called before each check, with None, and after it, with its result."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Report:
     capabilities: dict[str, Any]
     results: tuple[Result, ...]
     budget: str
-    """Name of the budget, and its reduction where the environment is slow."""
+    """Name of the budget, and how it was reduced if the environment is slow."""
     levels: tuple[int, ...]
     seed: int
     started: str
@@ -99,11 +99,11 @@ class Report:
     versions: dict[str, str] = field(default_factory=dict)
     platform: str = ""
     strength: Strength | None = None
-    """Strength of the certificate; None where it was not measured."""
+    """Strength of the certificate; None if it was not measured."""
     machine: dict[str, float | None] = field(default_factory=dict)
-    """Runnable processes before and after (mean of a minute), cores, and seconds per call of the environment."""
+    """Load averages of one minute before and after the run, cores, and seconds per call of the environment."""
     reset_options: str = ""
-    """Reset options that were not given, in words."""
+    """Text that names the reset options that the environment reads and that were not given."""
     beside: tuple[Report, ...] = ()
     """Reports of the same checks on the environment made in other ways."""
 
@@ -129,7 +129,7 @@ class Report:
 
     @property
     def not_tested(self) -> tuple[tuple[str, str], ...]:
-        """Ids of checks that did not run, or showed nothing, with the reason; of omitted levels too."""
+        """Ids and reasons of checks that were skipped, inconclusive or not asked for, omitted levels included."""
         ran = {result.id for result in self.results}
         left_out = [
             (
@@ -146,7 +146,7 @@ class Report:
 
     @property
     def exit_code(self) -> int:
-        """Exit status: 0 no FAIL; 1 some; 2 no FAIL, but some INCONCLUSIVE. Over all reports side by side."""
+        """Exit status over all reports side by side: 1 some FAIL; 2 no FAIL, but some INCONCLUSIVE; 0 neither."""
         codes = {other.exit_code for other in self.beside}
         if self.failures or 1 in codes:
             return 1
@@ -196,10 +196,10 @@ class Report:
 
 
 def all_checks(*, levels: Collection[int | str] | None = None, only: Collection[str] | None = None) -> list[Check]:
-    """All checks, in order; or those of some levels, or of some ids.
+    """All checks, in the order in which they run; with ``levels`` or ``only``, the checks that match both.
 
     Raises:
-        ValueError: no check has such an id; there is no such level.
+        ValueError: there is no check with such an id, or no such level.
     """
     wanted = None if levels is None else as_levels(levels)
     for theme in THEMES:
@@ -233,24 +233,29 @@ def run(
     on_start: Callable[[Report], None] | None = None,
     on_checked: Callable[[], None] | None = None,
 ) -> Report:
-    """Run the checks of some levels, or those in ``only``.
+    """Run checks on a subject, in this process.
 
     Args:
-        subject: to check.
-        levels: which `Level`s, by number or name.
+        subject: the subject to check.
+        levels: the `Level`s to run, by number or name.
         budget: limits on the effort, or their name.
-        seed: of all that is drawn.
-        only: ids of the only checks to run.
-        listener: is told of each check.
-        strength: put faults into the environment afterwards, and say which of them this run would have seen.
+        seed: seed of everything that the suite draws.
+        only: ids of the checks to run, among those of the levels; default: all of them.
+        listener: called before and after each check that runs.
+        strength: after the checks, put faults into the environment and report which of them this run would have
+            detected.
         shrink: shorten the scripts of failures.
-        known: results of checks that are not run again, by id.
-        needless: true of a check that is left out, given the results before it; default: none is.
-        on_start: is given the report without results before the first check.
-        on_checked: is called after the last check, before scripts are shortened and the strength is measured.
+        known: results by id of checks that are not run again.
+        needless: function of a check and the results before it; if it returns True, the check is left out. Default:
+            none is left out.
+        on_start: called with the report without results before the first check.
+        on_checked: called after the last check, before scripts are shortened and the strength is measured.
+
+    Returns:
+        The report. Failed checks do not raise.
 
     Raises:
-        ValueError: no check has such an id; no such budget.
+        ValueError: there is no check with such an id, no such level or no such budget.
     """
     if isinstance(budget, str):
         budget = Budget.named(budget)
@@ -322,7 +327,7 @@ def run(
 
 
 def bare(name: str) -> Report:
-    """A report without results, begun now."""
+    """A report without results, with the present time as its start."""
     return Report(
         name=name,
         target=None,
@@ -344,7 +349,7 @@ def _load() -> float | None:
 
 
 def shortened(subject: Subject, result: Result, budget: Budget) -> Result:
-    """A failure with the shortest script that shows it, and with expected and found values; others unchanged."""
+    """A failure with the shortest script found that shows it, and the values that differ; other results unchanged."""
     if result.verdict is not Verdict.FAIL or not result.counterexample:
         return result
     try:
@@ -359,7 +364,7 @@ def shortened(subject: Subject, result: Result, budget: Budget) -> Result:
 
 def _load_libraries(subject: Subject) -> None:
     """Make an environment once, so that settings of the libraries that it loads are among what is put back."""
-    with contextlib.suppress(Exception), preserved(), quiet():  # what makes that fail is told by the checks
+    with contextlib.suppress(Exception), preserved(), quiet():  # the checks report why that fails
         subject.make_env().close()
 
 
@@ -378,7 +383,7 @@ def pace(subject: Subject) -> float:
 
 
 def _snapshot_seconds(subject: Subject, control: Control) -> float:
-    """Half the time of a snapshot and its restore, in a used environment; the least of three."""
+    """Half the seconds of a snapshot and its restore in an environment in use; the smallest of three measurements."""
     with opened(subject) as env:
         for op in control.ops[:2]:
             subject.call(env, op)
@@ -395,7 +400,7 @@ def _snapshot_seconds(subject: Subject, control: Control) -> float:
 def run_check(
     check: Check, subject: Subject, budget: Budget, seed: int, before: dict[str, Result] | None = None
 ) -> Result:
-    """Run one check, if the results of earlier ones allow it; its result."""
+    """Run one check and return its result: a SKIP if a capability, or a passed check in ``before``, is missing."""
     start = time.perf_counter()
 
     def result(verdict: Verdict, message: str = "", evidence: Any = None, script: str | None = None) -> Result:
@@ -428,7 +433,7 @@ def _raised(error: BaseException) -> str:
 
 
 def _outermost(error: BaseException) -> str:
-    """The function outside of the suite in which an exception left it, for a message; empty if there is none."""
+    """Name of the outermost function outside the suite that raised an exception; empty if there is none."""
     suite, name = str(Path(__file__).parent), ""
     for frame, _ in traceback.walk_tb(error.__traceback__):
         code = frame.f_code
@@ -512,5 +517,5 @@ def plain(value: Any) -> Any:
 
 
 def _printable(text: str) -> str:
-    """Text that any stream takes: names of files may have bytes that are no characters."""
+    """Text that any stream can encode: file names may hold bytes that are not valid UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

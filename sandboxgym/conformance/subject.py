@@ -1,7 +1,7 @@
-"""The subject of a certificate: a maker of the environment, a source of actions, and declarations.
+"""The subject of a certificate: a function that makes the environment, a source of actions, and declarations.
 
-1. The suite relies only on the protocol (``snapshot``, ``restore``, ``fork``, ``snapshot_spec``), Gymnasium and the
-   optional hooks given here, never on the inside of an environment.
+1. Checks call the protocol (``snapshot``, ``restore``, ``fork``, ``snapshot_spec``), Gymnasium's methods and the
+   optional hooks given here. Some also read attributes: to find random generators, and to name what differs.
 2. A `Control` is a recorded run without any snapshot: the reference for restored environments. Each is replayed once in
    a new environment, so that differences without snapshots are known before a snapshot is blamed.
 """
@@ -33,7 +33,7 @@ _VERSIONED = re.compile(r"-v\d+$")
 
 @dataclass(frozen=True, slots=True)
 class MakeSpec:
-    """Specification by which another process makes the environment.
+    """Name and arguments by which another process makes the environment.
 
     Attributes:
         target: a Gymnasium id (``namespace/Name-v0``, ``package.module:Name-v0``) or a factory (``module:function``).
@@ -49,7 +49,7 @@ class MakeSpec:
         return bool(_VERSIONED.search(self.target))
 
     def factory(self) -> Callable[[], AnyEnv]:
-        """A function that makes the environment.
+        """A function that makes the environment; an unknown id raises only when it is called.
 
         Raises:
             ValueError: the target is neither an id nor ``module:function``.
@@ -80,7 +80,7 @@ class Op(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """Output of a call, in canonical form; ``raised`` is the type of the exception instead."""
+    """Output of a call, in canonical form; if the call raised, ``raised`` is the type of the exception."""
 
     observation: Canonical = None
     reward: Canonical = None
@@ -89,7 +89,7 @@ class Outcome(NamedTuple):
     info: Canonical = None
     raised: str | None = None
     state: Canonical = None
-    """Output of `Subject.observe_state` afterwards."""
+    """Result of `Subject.observe_state` after the call, in canonical form; None without that hook."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,9 +105,9 @@ class Control:
     repeatable: bool
     """True if a replay in a new environment gave equal outcomes."""
     differs: str
-    """First difference of the replay."""
+    """First difference of the replay; empty if there is none."""
     seconds: float
-    """Seconds of one run."""
+    """Seconds of one run, the smaller of the recording and its replay."""
 
     @property
     def last(self) -> int:
@@ -123,20 +123,24 @@ class Subject:
 
     Attributes:
         make_env: makes the environment as its user gets it, wrappers included.
-        name: for reports.
-        actions: from (observation, info, rng) to an action; default: one of ``info["admissible_commands"]`` where
-            there are any, else a sample of the action space.
-        observe_state: reads the environment's hidden state past its API, as a value that compares with ``==``.
-        normalize: from a `Transition` to one without what is declared nondeterministic.
-        reset_options: for every ``reset``; a list gives one per control run, in turn.
-        make_spec: the way for another process to make it; default: derived where ``make_env`` can be imported by name.
+        name: name in reports.
+        actions: function of (observation, info, rng) that returns an action. Default: one of
+            ``info["admissible_commands"]`` if there are any, else a sample of the action space, under the
+            ``action_mask`` if there is one. Off-policy runs use it for about half of their actions and sample the
+            action space for the others.
+        observe_state: function of the environment that returns its hidden state, as a value that compares with ``==``.
+        normalize: function that removes from a `Transition` the parts that are declared nondeterministic.
+        reset_options: options of every ``reset``; from a list, each control run takes the next one, in turn.
+        make_spec: how another process makes the environment; default: derived if ``make_env`` can be imported by name.
         declared: coverage of the snapshots; default: the environment's ``snapshot_spec``.
-        shell: runs a command (POSIX shell, several lines) in the sandbox as an agent would; what it printed.
-        lossy: from the environment and a snapshot that it was restored from to what that snapshot does not hold, by its
-            own account, in words; default: ``info["lossy"]`` of the restore.
-        limits: from an environment that was reset to the limits that its sandbox holds as a whole, of ``disk`` (bytes),
-            ``files`` (their number) and ``seconds`` (of one command); what is missing or None is not declared.
-        source: Python that defines ``make_env``, for scripts; default: from ``make_spec``.
+        shell: function of (environment, command) that runs a POSIX shell command, possibly of several lines, in the
+            sandbox as an agent would, and returns its output.
+        lossy: function of (environment, snapshot), called after the snapshot was restored in the environment; it
+            returns texts that say what the snapshot does not hold. Default: ``info["lossy"]`` of the restore.
+        limits: function of an environment after a reset. It returns the limits of the whole sandbox: ``disk`` (bytes),
+            ``files`` (their number) and ``seconds`` (of one command). A missing or None limit is not declared.
+        seed: seed of the control runs; `run` sets it to its own seed.
+        source: Python source that defines ``make_env``, for scripts; default: from ``make_spec``.
     """
 
     make_env: Callable[[], AnyEnv]
@@ -154,7 +158,7 @@ class Subject:
     source: str | None = None
     _controls: dict[tuple[int, int], Control] = field(default_factory=dict, repr=False)
     _whole: dict[tuple[str, int], tuple[Control, ...]] = field(default_factory=dict, repr=False)
-    """See `whole`; apart from the others, which every check plays."""
+    """Control runs of `whole`; not in ``_controls``, whose runs every check plays."""
 
     def __post_init__(self) -> None:
         if self.make_spec is None:
@@ -166,7 +170,17 @@ class Subject:
 
     @classmethod
     def named(cls, target: str, make_kwargs: Mapping[str, Any] | None = None, **hooks: Any) -> Subject:
-        """The environment of a Gymnasium id (one of this package: also without its namespace) or a factory."""
+        """The subject for a Gymnasium id or a factory ``module:function``.
+
+        Args:
+            target: the id, which needs no namespace if it is one of this package; or the factory.
+            make_kwargs: keyword arguments for `gymnasium.make` or the factory.
+            hooks: other attributes of `Subject`.
+
+        Raises:
+            ValueError: the target is neither an id nor ``module:function``.
+            ImportError, AttributeError: there is no such module or function.
+        """
         short = f"sandboxgym/{target}"
         target = short if target not in gym.registry and short in gym.registry else target
         spec = MakeSpec(target, dict(make_kwargs or {}))
@@ -174,10 +188,10 @@ class Subject:
 
     @functools.cached_property
     def capabilities(self) -> SnapshotSpec:
-        """Declared capabilities of the environment, with defaults for missing attributes.
+        """Declared capabilities, with defaults for missing attributes; the environment is made to read them.
 
         Raises:
-            AttributeError: it has no ``snapshot_spec``.
+            AttributeError: the environment has no ``snapshot_spec``, and ``declared`` is not given.
         """
         if self.declared is not None:
             return self.declared
@@ -188,7 +202,7 @@ class Subject:
             env.close()
 
     def reseed(self, seed: int) -> None:
-        """Make all later draws depend on another seed."""
+        """Set the seed of all later draws, and forget recorded runs if it is another one."""
         if seed != self.seed:
             self.seed = seed
             self._controls.clear()
@@ -202,11 +216,11 @@ class Subject:
         return self.reset_options
 
     def call(self, env: AnyEnv, op: Op) -> tuple[Outcome, tuple[Any, ...] | None]:
-        """Perform ``op`` with a copy of its arguments; its output, canonical and raw (None if it raised)."""
+        """Perform ``op`` with a copy of its arguments; return its output, canonical and raw (None if it raised)."""
         return self.call_with(env, op.kind, copy.deepcopy(op.value))
 
     def call_with(self, env: AnyEnv, kind: str, value: Any) -> tuple[Outcome, tuple[Any, ...] | None]:
-        """`call` with these very objects."""
+        """Perform a call as `call` does, but pass ``value`` itself, not a copy."""
         raw: tuple[Any, ...]
         pulse.beat()
         try:
@@ -239,7 +253,7 @@ class Subject:
         return None if self.observe_state is None else canonical(self.observe_state(env))
 
     def control(self, index: int, steps: int) -> Control:
-        """The ``index``-th control run, recorded at the first request; odd ones are off-policy."""
+        """The ``index``-th control run, recorded at the first request; runs with an odd index are off-policy."""
         key = (index, steps)
         if key not in self._controls:
             self._controls[key] = self._record(index, steps)
@@ -257,13 +271,13 @@ class Subject:
 
     @functools.cached_property
     def noise(self) -> str:
-        """Difference of a run from another with the same seed or with other draws; empty if there is none."""
+        """First difference between runs with one seed, or with other random draws; empty if there is none."""
         from sandboxgym.conformance.harness.scenario import noise
 
         return noise(self)
 
 
-# The protocol, reached through any stack.
+# The protocol, called through any stack of wrappers.
 
 
 def methods(env: Any) -> bool:
@@ -279,7 +293,7 @@ def snapshot(env: AnyEnv) -> Any:
 
 
 def restore(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[str, Any]]:
-    """Restore ``snap`` in ``env``."""
+    """Restore ``snap`` in ``env``; return the observation and info."""
     pulse.beat()
     if methods(env):  # without the keyword where it is not needed: a fault in it has a check of its own
         result = env.restore(snap) if seed is None else env.restore(snap, seed=seed)  # type: ignore[attr-defined]
@@ -289,7 +303,7 @@ def restore(env: AnyEnv, snap: Any, seed: int | None = None) -> tuple[Any, dict[
 
 
 def fork(env: AnyEnv, k: int, seed: int | None = None) -> list[AnyEnv]:
-    """Fork ``env`` into ``k`` children."""
+    """Fork ``env``; return its ``k`` children."""
     pulse.beat()
     if methods(env):
         return list(env.fork(k) if seed is None else env.fork(k, seed=seed))  # type: ignore[attr-defined]
@@ -308,7 +322,7 @@ def declaration(env: AnyEnv) -> Any:
     """The ``snapshot_spec`` of the outermost layer that has one.
 
     Raises:
-        AttributeError: none has.
+        AttributeError: no layer has one.
     """
     for layer in layers(env):
         spec = getattr(layer, "snapshot_spec", None)
@@ -318,7 +332,7 @@ def declaration(env: AnyEnv) -> Any:
 
 
 def as_spec(value: Any) -> SnapshotSpec:
-    """A declaration, which may be any object with such attributes, as a `SnapshotSpec`."""
+    """Convert a declaration, which may be any object with the attributes of a `SnapshotSpec`, to a `SnapshotSpec`."""
     if isinstance(value, SnapshotSpec):
         return value
     names = SnapshotSpec.__dataclass_fields__
@@ -336,7 +350,7 @@ def without_clocks(env: AnyEnv, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_factory(factory: Any) -> MakeSpec | None:
-    """Name of a factory for another process; None where it has no importable name."""
+    """How another process makes what a factory makes; None if the factory cannot be imported by name."""
     kwargs: dict[str, Any] = {}
     while isinstance(factory, functools.partial):
         if factory.args:

@@ -1,4 +1,4 @@
-"""The test that `plugin` turns into one item for each environment and check; import it to use it elsewhere."""
+"""The test that the plugin `sandboxgym_pytest` runs for each environment and check; import it to use it elsewhere."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Gen
 
 _ATTEMPTS = 3
 _WRITTEN_MEANWHILE = {"temporary files", "temporary folders"}
-"""Things that a process of the environment may add to: left by failed forks if all `_ATTEMPTS` add to them."""
+"""Counts that processes of the environment may raise meanwhile; forks are at fault if all `_ATTEMPTS` raise them."""
 
 
 class _Injected(Exception):
@@ -234,14 +234,14 @@ class _Failure:
     calls: int = 0
     raised: bool = False
     made: int = 0
-    """Environments that were returned in spite of it; they are closed."""
+    """Number of environments that were returned in spite of the failure; they are closed."""
     children: list[Any] = field(default_factory=list)
-    """All on which the call was made."""
+    """All children on which the method was called."""
     closed: set[int] = field(default_factory=set)
-    """Ids of those of them that were closed."""
+    """Ids of the children that were closed."""
 
     def unclosed(self) -> list[weakref.ref[Any]]:
-        """References to the children that were not closed, which nothing here keeps alive any longer."""
+        """Weak references to the children that were not closed; the strong ones here are dropped."""
         found = [weakref.ref(child) for child in self.children if id(child) not in self.closed]
         self.children.clear()
         return found

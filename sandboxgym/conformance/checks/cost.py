@@ -74,7 +74,7 @@ def operations(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
 
 
 def _long(subject: Subject, budget: Budget, rng: np.random.Generator, wanted: int) -> list[Op]:
-    """Calls of an episode as long as can be found, at most ``wanted`` steps."""
+    """Calls of the longest episode found, of at most ``wanted`` steps."""
     best: list[Op] = []
     watch = Stopwatch()
     for attempt in range(20):
@@ -206,7 +206,7 @@ def written(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
 
 
 def _over_episodes(subject: Subject, budget: Budget) -> dict[int, int]:
-    """Bytes of a snapshot after one and the same reset, by the number of episodes played before in the environment."""
+    """Bytes of a snapshot after the same reset, by the number of episodes played before it in the environment."""
     control = subject.control(0, budget.steps)
     sizes: dict[int, int] = {}
     with Scene(subject) as scene:

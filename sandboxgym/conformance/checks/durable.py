@@ -35,7 +35,7 @@ from sandboxgym.core import SnapshotEnv, SnapshotSpec
 from sandboxgym.errors import SnapshotError, SnapshotNotSupported
 
 _TYPED = (SnapshotError, ValueError, TypeError, EOFError, OSError, pickle.UnpicklingError)
-"""Exceptions that a loader may raise on bytes that are no snapshot; other types show a missing check."""
+"""Exceptions that a loader may raise on bytes that are not a snapshot; other types show that a test is missing."""
 
 
 def savable(subject: Subject) -> str | None:
@@ -114,7 +114,7 @@ def round_trip(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
             with scene.iteration(index):
                 for moment in walk.points:
                     scene.restore(env, walk.snaps[moment])
-                    fresh = scene.snapshot(env)  # an encoding may be kept with the handle
+                    fresh = scene.snapshot(env)  # a handle may cache its encoding
                     loaded = _reloaded(scene, fresh, path / "snapshot")
                     scene.restore(env, loaded)
                     scene.expect(env, walk, moment, f"snapshot, save, load and restore number {saved + 1}", calls=SHORT)
@@ -137,7 +137,7 @@ def _reloaded(scene: Scene, snap: Any, file: Path) -> Any:
 
 
 FIRST = 6
-"""Snapshots that are each the first that a new process restores."""
+"""Number of snapshots that are each restored first in a new process."""
 
 
 @check(
@@ -176,7 +176,7 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
         children = [
             other_process.Child(seed, str(path) if number else None, other) for number, seed in enumerate(seeds)
         ]
-        # What a process restores and plays may prepare it for what comes next.
+        # Earlier restores and plays may affect later ones in the same process: several orders are tried.
         first, *orders = (rng.permutation(len(jobs)).tolist() for _ in children)
         tasks = [(child, order, [*(jobs[at] for at in order), alone]) for child, order in zip(children[1:], orders)]
         tasks[-1][2].insert(0, alone)  # after an episode of its own
@@ -193,7 +193,7 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
                 raise Skipped(f"another process cannot make the environment: {error}") from None
             except other_process.Broken as error:
                 if child.folder and _relative(subject, alone, child):
-                    continue  # it is made from relative paths, which is no matter of snapshots
+                    continue  # it is made from relative paths; snapshots are not to blame
                 message = str(error).strip()
                 raise Failed(
                     f"another process cannot restore the snapshot: {message.splitlines()[-1]}", {"there": message}
@@ -269,11 +269,11 @@ def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
 
 
 Saved = list[tuple[list[tuple[str, str, Any]], list[Outcome]]]
-"""Parcels that another process saved, and what its calls gave, by job."""
+"""Snapshots that another process saved, in transit, and the outcomes of its calls, by job."""
 
 
 def _comparable(pool: list[Control], jobs: list[other_process.Job], saved: Saved) -> Iterator[tuple[Control, Any, Any]]:
-    """Controls with their jobs and parcels, of those runs in which the other process saw the outcomes of this one."""
+    """Controls with their jobs and snapshots, if the other process saw the same outcomes in the run as this one."""
     for control, job, (parcels, outcomes) in zip(pool, jobs, saved):
         there = other_process.stateless(outcomes)
         if not first_difference(other_process.stateless(control.outcomes[: len(outcomes)]), there):

@@ -1,4 +1,4 @@
-"""Level 1: right after a restore the outputs are those of the restored state, not of the one before."""
+"""Level 1: right after a restore, the outputs are those of the restored state, not of the state before it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _last(subject: Subject, budget: Budget, rng: np.random.Generator) -> int:
                 _same_last(scene, env, expected, last, f"after call {count}")
                 if count in points:
                     taken[count] = scene.snapshot(env), expected
-            # New ones would cost a start for each moment; these come from the last transition of another moment.
+            # New environments would cost a start for each moment; these were last used at another moment.
             other, seeded = scene.start(control), scene.start(control)
             for turn, (count, (snap, expected)) in enumerate(taken.items(), start=number):
                 scene.restore(env, snap)
@@ -98,7 +98,7 @@ def _last(subject: Subject, budget: Budget, rng: np.random.Generator) -> int:
 
 
 def _telling(control: Control, rng: np.random.Generator, some: int) -> list[int]:
-    """Some moments after calls with a reward and without an exception, which differ so from most others."""
+    """Up to ``some`` random moments after calls whose reward differs from the run's most frequent one."""
     rewards = [outcome.reward for outcome in control.outcomes]
     usual = max(set(rewards), key=rewards.count)
     found = [count for count, reward in enumerate(rewards, start=1) if reward != usual]
@@ -144,12 +144,12 @@ def _returned_by_base(subject: Subject, control: Control) -> dict[int, Outcome]:
         def recorded(method: Callable[..., Any], filled: Callable[[Any], Any]) -> Callable[..., Any]:
             def call(*args: Any, **kwargs: Any) -> Any:
                 result = method(*args, **kwargs)
-                seen.append(_plain(subject, env, filled(result)))  # now: it may be changed later
+                seen.append(_plain(subject, env, filled(result)))  # at once: it may be changed later
                 return result
 
             return call
 
-        try:  # this one is neither snapshotted nor forked: nothing copies what is put into it
+        try:  # this environment is never snapshotted or forked, so nothing copies the replaced methods
             base.reset = recorded(base.reset, lambda result: (result[0], 0.0, False, False, result[1]))  # type: ignore[method-assign]
             base.step = recorded(base.step, lambda result: result)  # type: ignore[method-assign]
         except AttributeError:  # it has slots

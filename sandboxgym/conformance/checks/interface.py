@@ -1,4 +1,4 @@
-"""Level 1: what goes in and what is offered: arguments that belong to the caller, changing spaces, orders, texts."""
+"""Level 1: inputs and interface: arguments that belong to the caller, spaces that change, orders of keys, texts."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def arguments(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
 
 
 def _played(scene: Scene, env: AnyEnv, walk: Walk, start: int, end: int, rng: np.random.Generator) -> int:
-    """Play calls with arguments that are overwritten afterwards; returns how many were."""
+    """Play calls, overwrite their arguments afterwards, and return how many arguments were overwritten."""
     subject, changed = scene.subject, 0
     for index in range(start, end):
         op = walk.control.ops[index]
@@ -91,7 +91,7 @@ def _changeable(op: Op) -> bool:
 
 
 def _overwrite(value: Any, other: Any) -> bool:
-    """Change all arrays, lists and dicts of an argument in place; whether there was one."""
+    """Change all arrays, lists and dicts of an argument in place; return whether there was one."""
     if isinstance(value, np.ndarray):
         if not value.flags.writeable or not value.size:
             return False
@@ -174,7 +174,7 @@ def _same(scene: Scene, env: AnyEnv, expected: Mapping[str, gym.Space[Any]], who
 
 
 def _changes(subject: Subject, control: Control) -> set[int]:
-    """Moments before and after a space changed, a few."""
+    """A few moments before and after changes of a space."""
     found: list[int] = []
     with opened(subject) as env:
         seed_spaces(env, control.seed)
@@ -261,12 +261,12 @@ def _others(default: Any) -> tuple[Any, ...]:
 
 
 def _with_option(subject: Subject, name: str, value: Any, budget: Budget) -> Control | None:
-    """A control run with an option; None: it is refused, changes nothing, or has no end that can be repeated."""
+    """A control run with an option; None if the option is refused or changes nothing, or the run cannot be repeated."""
     given = {**(subject.options(0) or {}), name: value}
     with_it = dataclasses.replace(subject, reset_options=given, _controls={}, _whole={})
     try:
         control = with_it.control(0, budget.steps)
-    except Exception:  # whatever an environment says to a value that it does not know
+    except Exception:  # an environment may raise anything for a value that it does not know
         return None
     usual = subject.control(0, budget.steps)
     if not control.repeatable or control.outcomes[0].raised:
@@ -368,7 +368,7 @@ _MOST_DICTS, _DEEPEST = 1000, 12
 def _followed(
     scene: Scene, env: AnyEnv, control: Control, expected: list[Orders], point: int, what: str, calls: int
 ) -> int:
-    """Play the control's calls from ``point`` on and compare orders; the number of calls."""
+    """Play the control's calls from ``point`` on, compare orders, and return the number of calls."""
     end = min(point + calls, len(expected))
     for index in range(point, end):
         _, raw = scene.perform(env, control.ops[index])
@@ -390,7 +390,7 @@ def _same_order(scene: Scene, expected: Orders, found: Orders, what: str) -> Non
 
 
 def _carried(scene: Scene, snap: Any, folder: str) -> Any:
-    """A snapshot written and read, if it can be."""
+    """A snapshot saved and loaded; None if it cannot be."""
     try:
         loaded = other_process.arrived(other_process.carried(snap, folder, "snapshot"))
     except Exception:  # whether and how snapshots are saved is for other checks
@@ -443,7 +443,7 @@ def texts(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
 
 _LETTERS = " Grüße \u6f22\u5b57 \U0001f511 e\u0301\u00e9 'q' \"p\" \\"
 ENDINGS = (_LETTERS, f"{_LETTERS}\r\n x\n")
-"""Endings added to texts: letters in and outside of Latin-1 and of 16 bits, combined ones, signs, line ends."""
+"""Endings added to texts: letters within and beyond Latin-1 and 16 bits, combining ones, symbols, line ends."""
 
 
 def _with_endings(subject: Subject, control: Control, rng: np.random.Generator) -> tuple[Op, ...]:

@@ -1,8 +1,8 @@
 """Level 2: state shared by environments of one process carries nothing from one fork to another.
 
-Each check lets forks act, tests whether others behave as if nothing had happened, and, where they do not, names the
-shared state that changed in between. A change without an effect (a cache that fills) is listed in the evidence and is
-no fault.
+Each check lets forks act and tests whether other environments behave as if nothing had happened. If they do not, it
+names the shared state that changed in between. A change without an effect (a cache that fills) is no fault, and is
+listed in the evidence.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Look = Callable[[AnyEnv], dict[str, Any]]
 def _disturbed(
     subject: Subject, budget: Budget, rng: np.random.Generator, look: Look, what: str, rounds: int = 4
 ) -> tuple[int, list[str]]:
-    """Let forks act between two observations; fail, naming the change, where the source or a sibling then differs."""
+    """Let forks act between two looks at shared state; fail, naming the change, if the source or a sibling differs."""
     seen: set[str] = set()
     done = 0
     for index in budget.spending(rounds, at_least=2):
@@ -144,7 +144,7 @@ def environment(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     changes (a library that is loaded) is put back and not counted.
     """
     with process_globals.put_back():
-        captured = subject.capabilities.rng  # found out by making an environment, and closing it
+        captured = subject.capabilities.rng  # read by making and closing an environment
     with suppress(Exception), process_globals.put_back(), Scene(subject) as scene:
         for _ in _operate(scene, subject, budget):
             pass
@@ -177,7 +177,7 @@ def _shared(captured: bool) -> dict[str, Any]:
 
 
 def _operate(scene: Scene, subject: Subject, budget: Budget) -> Iterator[str]:
-    """Perform the operations of a tree, one after the other; the names of the calls, that of a reset first."""
+    """Perform the operations of a tree search one after the other; yield the name of each call, a reset first."""
     env, other = scene.make(), scene.make()
     ops = subject.control(0, budget.steps).ops
     for each in (env, other):

@@ -1,9 +1,9 @@
 """Level 2: random programs of resets, steps, snapshots, restores, forks and closes, against replayed controls.
 
 Every live environment has a control that reached the same state by ``reset`` and actions alone; each call is made on
-both and must give equal outcomes. (After a restore or fork with a seed, where draws matter, the control is another
-environment restored from a snapshot taken right then.) A failing program is shrunk to a minimal one, reported as a
-Python script and as data, which `programs.replay` runs again: the regression corpus consists of such data.
+both and must give equal outcomes. (After a restore or fork with a seed, if draws matter, the control is another
+environment restored from a snapshot taken at that moment.) A failing program is shrunk and reported as a Python script
+and as data that `programs.replay` runs again. The regression corpus consists of such data.
 
 Equal seeds give equal programs, unless the time runs out.
 """
@@ -31,10 +31,10 @@ from sandboxgym.conformance.supervision.clock import Stopwatch
 CORPUS = "SANDBOXGYM_CONFORMANCE_CORPUS"
 """Environment variable: the directory in which minimal failing programs are saved."""
 SHRINKING = 5.0
-"""Seconds that hypothesis may take to make a failing program smaller; and as many for leaving out calls one by one."""
+"""Seconds for hypothesis to make a failing program smaller, and again for omitting its calls one by one."""
 
 LEAST_PROGRAMS = 10
-"""Fewest programs of a meaningful search, times `Budget.share`; two where calls are slow."""
+"""Fewest programs of a meaningful search; it is multiplied by `Budget.share`, and 2 if calls are slow."""
 
 
 class _TimeUp(BaseException):
@@ -70,7 +70,7 @@ class _Search:
 
 def _size(failure: Failed) -> tuple[int, int, str]:
     program = failure.evidence["program"]
-    text = json.dumps(program).replace("null", "")  # no seed is simpler than any
+    text = json.dumps(program).replace("null", "")  # no seed is simpler than a seed
     return len(program), len(text), text
 
 
@@ -292,7 +292,7 @@ def random_walk(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
 
 
 def _by_seeds_alone(subject: Subject, failure: Failed) -> bool:
-    """True if a program fails only where its seeds are taken to change nothing: draws that were not recognised.
+    """True if a program fails only when its seeds are assumed to change nothing, so that unrecognised draws explain it.
 
     Whether seeds may change what they did is for restore.seeded and fork.seeded_independent.
     """

@@ -1,4 +1,4 @@
-"""Level 5: resources of snapshots and forks are given back, also after a crash."""
+"""Level 5: resources of snapshots and forks are released, also after a crash."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ _MACHINE = frozenset({"mounts", "containers", _OTHERS})
 """Resources that other programs change too."""
 _MEMORY = "bytes of Python objects"
 _SECONDS = 3.0
-"""Seconds for resources that vanish by themselves, and the longest pause in which only other programs work."""
+"""Seconds to wait for resources that vanish without a call, and longest pause in which only other programs run."""
 _DEEP = 8192
-"""Bytes by which a snapshot at the end of a chain may be larger, beside twice its size."""
+"""Bytes by which a snapshot at the end of a chain may exceed twice the size of an ordinary one at that moment."""
 _PATIENCE = 8.0
-"""Seconds that a chain may take in every budget, however little time is left of a run's."""
+"""Seconds that a chain may take in any budget, even if little of the run's time is left."""
 _SLACK = 1024
 """Bytes of Python memory that a cycle may keep: lists of a run's statistics grow by less."""
 _NOISE = 16_384
-"""Growth of a round (bytes) that caches and interned values explain where a round has few cycles."""
+"""Bytes by which a round of few cycles may grow because of caches and interned values."""
 _NATIVE_SLACK = 128 * 1024
 """Bytes of resident memory that a cycle may keep, in each of three rounds; allocators are not exact."""
 
@@ -158,9 +158,9 @@ def _steady(
 ) -> dict[str, Any]:
     """Fail if a resource owned by this process grows in each of three rounds of cycles.
 
-    A round takes the ``part``-th part of a check's time. What only a whole machine has (mounts, containers, entries
-    that a child process may have made) may be another program's: where it grows, as many rounds follow, with pauses of
-    the same length between them, and it must grow in each of these and in no pause.
+    A round takes ``1 / part`` of a check's time. Resources of the whole machine (mounts, containers, entries that a
+    child process may have made) may belong to other programs. If one grows, three more rounds follow, each after a
+    pause, and the check fails only if it grows in each of these rounds and in no pause.
     """
     rounds: list[dict[str, int]] = []
     with process_globals.private_temporary() as path, watching.watched(path) as doings:
@@ -225,7 +225,7 @@ def _count(path: Path, doings: watching.Doings) -> dict[str, int]:
         )
     if started or doings.containers:
         counts["containers"] = len(processes.containers() or ())
-        doings.children = started  # the client just asked is none of the environment's
+        doings.children = started  # the docker client just started does not belong to the environment
     counts[_MEMORY] = tracemalloc.get_traced_memory()[0]
     counts["bytes of resident memory"] = processes.resident()
     return counts
@@ -249,7 +249,7 @@ def _growth(rounds: list[dict[str, int]], name: str, cycles: int) -> list[int]:
 def _settle(
     growing: dict[str, list[int]], rounds: list[dict[str, int]], path: Path, doings: watching.Doings, cycles: int
 ) -> None:
-    """Exclude resources that vanish by themselves: threads and processes that end late on a busy machine."""
+    """Exclude resources that vanish without a call: threads and processes that end late on a busy machine."""
     late = [name for name in ("threads", "child processes", "open descriptors") if name in growing]
 
     def gone() -> bool:

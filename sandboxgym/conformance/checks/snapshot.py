@@ -23,7 +23,7 @@ from sandboxgym.conformance.supervision import scratch
 from sandboxgym.errors import SnapshotNotSupported
 
 FAMILY = 4
-"""Snapshots of `snapshot.relatives`, one by each environment of a line."""
+"""Number of snapshots in a trial of `snapshot.relatives`, each taken by another environment."""
 
 
 @check(
@@ -109,7 +109,7 @@ _kept: list[tuple[Any, Any]] = []  # containers that were overwritten, with a co
 
 @contextlib.contextmanager
 def put_back() -> Iterator[None]:
-    """Put back what `scribble` overwrites: a list of all commands, say, may be the one that each call returns."""
+    """Restore what `scribble` overwrites: each call may return the same object, such as a list of all commands."""
     try:
         yield
     finally:
@@ -192,9 +192,9 @@ def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
 
 
 def _overwritten_before(subject: Subject, control: Control, point: int) -> int:
-    """Overwrite what each call returned before the snapshot is taken; the number of objects.
+    """Overwrite what each call returned before the snapshot is taken; return the number of objects.
 
-    Where the run is another one then, the environment lives in what it returns, and there is nothing to compare.
+    If this changes the run, the environment keeps its state in what it returns, and there is nothing to compare.
     """
     overwritten = 0
     with Scene(subject) as scene:
@@ -373,7 +373,7 @@ def identity(snap: Any) -> dict[str, Any]:
 
 
 def scribble(value: Any, seen: set[int] | None = None) -> int:
-    """Overwrite, in place, all containers within ``value``; their number."""
+    """Overwrite all containers within ``value`` in place; return their number."""
     seen = set() if seen is None else seen
     if id(value) in seen:
         return 0

@@ -1,4 +1,4 @@
-"""Level 1: wrappers are part of the environment; a snapshot has their state or refuses."""
+"""Level 1: wrappers are part of the environment; a snapshot holds their state or is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of an environment: of its constructor, one changed at a time, and reset options that note what is read."""
+"""Arguments of an environment: constructor arguments changed one at a time, and reset options that record reads."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from sandboxgym.core import constructor_signature
 
 
 def reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tuple[str, Subject]]:
-    """The environment made with one argument changed, if it can be played.
+    """Subjects with one argument changed, each with a text that names the change, if they can be made and reset.
 
     Args:
-        subject: as it is made else.
-        steps: of its control runs.
-        numbers: alternatives tried per number.
+        subject: the subject with its usual arguments.
+        steps: most steps of a control run.
+        numbers: most alternatives per numeric argument.
     """
     make: Any = subject.make_env
     given: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def reconfigured(subject: Subject, steps: int, *, numbers: int) -> Iterator[tupl
                 other.make_env().close()
                 if changed == value or other.control(0, steps).outcomes[0].raised:
                     continue
-            except Exception:  # not a value that it takes
+            except Exception:  # the environment does not accept this value
                 continue
             yield f"{parameter.name}={changed} instead of {value}", other
 
@@ -86,7 +86,7 @@ class Watched(dict[str, Any]):
         self._ask(key)
         return super().__getitem__(key)
 
-    def __bool__(self) -> bool:  # `if options` is the way to what is looked up
+    def __bool__(self) -> bool:  # code behind `if options` looks keys up
         return True
 
     def __deepcopy__(self, _: Any) -> Watched:
@@ -103,17 +103,17 @@ class Noted(Watched):
         return super().__iter__()
 
     def keys(self) -> Any:
-        """Look a key up as in a dict, and note it."""
+        """Do the same as for a dict, and note that the options are read as a whole."""
         self.whole = True
         return super().keys()
 
     def items(self) -> Any:
-        """Look a key up as in a dict, and note it."""
+        """Do the same as for a dict, and note that the options are read as a whole."""
         self.whole = True
         return super().items()
 
     def copy(self) -> dict[str, Any]:
-        """Look a key up as in a dict, and note it."""
+        """Do the same as for a dict, and note that the options are read as a whole."""
         self.whole = True
         return super().copy()
 

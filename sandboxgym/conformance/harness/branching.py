@@ -26,7 +26,7 @@ LENGTH = 10
 
 
 def variation(subject: Subject, control: Control, point: int, rng: np.random.Generator, steps: int) -> tuple[Op, ...]:
-    """Other calls from ``point`` on, chosen step by step in an environment of its own."""
+    """Calls from ``point`` on that differ from the control run's, chosen step by step in a separate environment."""
     with opened(subject) as env:
         seed_spaces(env, control.seed)
         raw = None
@@ -55,12 +55,12 @@ def branches(
 
     Args:
         scene: plays the branches.
-        control: the run whose first ``point`` calls they share.
-        point: calls before they part, at least 1.
+        control: the run whose first ``point`` calls all branches share.
+        point: number of calls before the branches part, at least 1.
         rng: draws the actions.
         palette: actions of every kind; the branches take some of them at the same moments.
         width: number of branches.
-        length: steps of each, less where the episode ends.
+        length: most steps of a branch; an episode that ends makes it shorter.
     """
     first = [canonical(op.value) for op in control.ops[point : point + 1] if op.kind == "step"]
     common = _common(control, point, rng, palette, length)
@@ -138,9 +138,9 @@ def _possible(action: Any, info: Any) -> bool:
 
 
 def pictured(subject: Subject) -> list[Subject]:
-    """The subject with its rendered picture compared after each call, once per mode; empty if it cannot be rendered.
+    """Subjects that compare the rendered picture after each call, one per render mode; empty if none can be rendered.
 
-    Pictures that differ in two uninterrupted runs are no part of it either.
+    A mode whose pictures differ between two uninterrupted runs is left out.
     """
     from sandboxgym.conformance.checks.freshness import _modes, _rendering
 

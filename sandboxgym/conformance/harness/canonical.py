@@ -24,7 +24,7 @@ class Items(tuple[Any, ...]):
 
 
 LINKED = 6
-"""Depth to which objects with slots are followed: those of a grid lead to each other in exponentially many ways."""
+"""Depth to which objects with slots are followed: objects of a grid refer to each other on exponentially many paths."""
 Canonical = Any
 """Nested tuples of strings, bytes and numbers; equal if and only if the originals are the same values."""
 
@@ -37,7 +37,7 @@ def canonical(value: Any) -> Canonical:
 
 
 def mark(value: Any) -> int:
-    """A number in place of a canonical form, where thousands are compared; ``hash`` alone takes -1 for -2."""
+    """A hash of a canonical form, where thousands are compared; plain ``hash`` gives -1 and -2 the same value."""
     return hash(repr(value))
 
 
@@ -93,7 +93,7 @@ def _canonical(value: Any, path: tuple[int, ...]) -> Canonical:
 
 
 def _slots(value: Any) -> list[tuple[str, Any]]:
-    """Contents of the slots of an object that does not tell them by its ``repr``."""
+    """Contents of the slots of an object whose ``repr`` does not show them."""
     found = {}
     for base in reversed(type(value).__mro__):
         for name, member in vars(base).items():
@@ -193,7 +193,7 @@ def _entries(value: Canonical) -> dict[str, Canonical] | None:
 
 
 def literal(value: Any) -> str:
-    """Python source of a value, types and dtypes included; it needs at most NumPy as ``np``."""
+    """Python source of a value, types and dtypes included; the only name it may need is NumPy as ``np``."""
     kind = type(value)
     if kind is float and (value != value or value in (float("inf"), float("-inf"))):
         return f"float({str(value)!r})"

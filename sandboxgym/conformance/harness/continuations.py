@@ -36,7 +36,7 @@ from sandboxgym.conformance.harness.scenario import (
 from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject, fork, restore, snapshot
 
 NEAR = 3
-"""Transitions of each future that are compared whole; of the rest, the return, the length and the end."""
+"""Number of first transitions that are compared whole; later ones count in the return, the length and the end."""
 PILOT = 12
 """Futures drawn at a place to find out whether it is random."""
 PLACES = {"quick": 1, "full": 2}
@@ -47,7 +47,7 @@ class Future(NamedTuple):
     """A random continuation, reduced to the values that the tests use."""
 
     past: int
-    """Hash of the past."""
+    """Hash of the outcomes before the continuation; 0 where all futures have one past."""
     whole: tuple[int, ...]
     """Hashes of the first `NEAR` transitions; shorter where the episode ended."""
     fields: tuple[tuple[int, ...], ...]
@@ -55,7 +55,7 @@ class Future(NamedTuple):
     numbers: tuple[tuple[float, ...], ...]
     """Reward and numeric observation of each of these transitions."""
     total: float
-    """Return to the end."""
+    """Return: the sum of the rewards to the end."""
     length: int
     end: int
     """Hash of the last transition's reward and flags."""
@@ -72,7 +72,7 @@ class Policy:
     limit: int
 
     def follow(self, env: AnyEnv, past: int) -> Future:
-        """Act until the end of the episode."""
+        """Act until the episode ends, a call raises, or the limit of steps is reached."""
         rng = np.random.default_rng(self.seed)
         self.space.seed(self.seed)
         whole, fields, numbers = [], [], []
@@ -108,7 +108,7 @@ def _step(env: AnyEnv, action: Any) -> tuple[Any, ...] | None:
 
 
 def _numbers(*values: Any, most: int = 16) -> Iterator[float]:
-    """Numbers in nested values, at most 16 each; text has none."""
+    """Numbers in nested values, about ``most`` evenly spaced ones of each array; text has none."""
     for value in values:
         if isinstance(value, dict):
             yield from _numbers(*[value[key] for key in sorted(value, key=str)])
@@ -130,13 +130,13 @@ class Place:
     control: Control
     point: int
     draw: Callable[[int], Future]
-    """A future of the uninterrupted environment."""
+    """Function from a number to a future of the uninterrupted environment."""
     drawn: Callable[[int], Future]
-    """A future after a restore."""
+    """Function from a number to a future after a restore."""
     again: Callable[[int], Future] = field(default=lambda index: Future(0, (), (), (), 0.0, 0, 0))
-    """Uninterrupted future of a run from one fixed seed, in the live design."""
+    """In the live design: function to an uninterrupted future of a run from one fixed seed."""
     drawn_again: Callable[[int], Future] = field(default=lambda index: Future(0, (), (), (), 0.0, 0, 0))
-    """Restored future of that run in the live design, each restore with another seed."""
+    """In the live design: function to a restored future of that run, each restore with another seed."""
     uninterrupted: list[Future] = field(default_factory=list)
     restored: list[Future] = field(default_factory=list)
 
@@ -171,7 +171,7 @@ def policy_at(subject: Subject, env: AnyEnv, control: Control, point: int, limit
 
 
 def _reusable(subject: Subject, control: Control) -> bool:
-    """True if a used environment that is reset runs like a new one (not with running statistics in a wrapper)."""
+    """True if a used environment runs like a new one after a reset; running statistics in a wrapper prevent that."""
     with opened(subject) as env:
         for trial in range(2):
             reach(subject, env, control, 1)

@@ -31,15 +31,15 @@ BEYOND = 12
 VALUES = 8
 """Values of one kind (rewards, texts in info) that count as different events."""
 DEATHS = 60
-"""Ends in a row without a longer episode, after which the search for one gives up."""
+"""Number of ends in a row without a longer episode after which the search for a longer one stops."""
 PLACES = 48
 """Observations that count as different places to continue from."""
 RUNS = (10, 50, 250)
-"""Mean numbers of steps for which stubborn players repeat an action, in turn, with a quarter of the calls: some states
-come of doing the same for long, which random players never do.
+"""Mean numbers of steps for which an action is repeated, in turn, in a quarter of the calls: some states are reached
+only by repeating an action for long, which random actions never do.
 """
 STUBBORN = 0.2
-"""Share of the bursts from a moment that repeat its last action."""
+"""Share of the bursts of actions from a moment that only repeat its last action."""
 
 Feature = tuple[Any, ...]
 
@@ -77,7 +77,7 @@ _found: weakref.WeakKeyDictionary[Subject, dict[tuple[Budget, int], Coverage]] =
 
 
 def coverage(subject: Subject, budget: Budget) -> Coverage:
-    """Coverage by the search of a run, made at the first request."""
+    """Coverage of a run; the search is made at the first request, and all checks share it."""
     known = _found.setdefault(subject, {})
     key = (replace(budget, seconds=0.0, total=0.0), subject.seed)  # checks of one run may have other limits
     if key not in known:
@@ -125,7 +125,7 @@ def _covered(subject: Subject, budget: Budget) -> Coverage:
 
 
 def _longest(control: Control, budget: Budget) -> int:
-    """Steps of the longest control: eight times the usual where a call is fast."""
+    """Most steps of a control run: up to eight times the usual number if a call is fast."""
     call = control.seconds / len(control.ops)
     affordable = budget.seconds / 20 / max(call, 1e-6)
     return int(min(8 * budget.steps, max(budget.steps, affordable)))
@@ -175,7 +175,7 @@ def kind(action: Any) -> Any:
 
 
 def _news(control: Control, seen: set[Feature]) -> Iterator[int]:
-    """Number of calls after which a recorded run first showed a new feature; ``seen`` holds those of the others."""
+    """Numbers of calls after which a recorded run showed a new feature; ``seen`` holds the features of earlier runs."""
     for index in range(1, control.last):
         op, outcome = control.ops[index], control.outcomes[index]
         features: set[Feature] = {("action", kind(op.value)), ("raised", outcome.raised)}
@@ -249,11 +249,11 @@ class _Search:
                 finally:
                     for moment in self.archive:
                         release(moment.snap)
-        except Exception as error:  # what is wrong with its snapshots is for the checks to find
+        except Exception as error:  # faulty snapshots are for the checks to find
             self.stopped = f"{type(error).__qualname__}: {error}"[:200]
 
     def late(self) -> bool:
-        """True if the search has used its share."""
+        """True if the search has used up its calls or its time."""
         limit = self.budget.seconds / 2
         waited = self.watch.elapsed > (2 if self.budget.waits else 6) * limit
         return self.calls >= self.most or waited or self.watch.busy > limit

@@ -3,9 +3,9 @@
 1. The walk follows attributes (instance dictionaries, ``__slots__``), containers, closures, defaults, bound methods and
    partial functions. It calls nothing of the environment's: no property, no ``__getattr__``, no ``__iter__`` but those
    of built-in containers.
-2. It enters no module and no class, goes in the order of distance, and stops after so many objects, which
-   `Found.whole` says. Where one walk follows another (for draws from other bits) that is `NEAR`; where it decides a
-   verdict, `FAR`.
+2. It enters no module and no class, goes in the order of distance, and stops after a number of objects; `Found.whole`
+   says whether it did. The number is `NEAR` where many walks follow each other (for draws from other bits), and `FAR`
+   where a walk decides a verdict.
 3. A generator is identified by its bit generator: two `numpy.random.Generator` over one are one stream. Those of a
    space and the process's global ones are excluded: `scenario.streams` and `process_globals.global_streams` cover
    these.
@@ -30,14 +30,14 @@ from sandboxgym.conformance.harness.canonical import Canonical, canonical
 NEAR, FAR = 20_000, 500_000
 """Objects that a walk visits at most; numbers, texts and the like do not count."""
 WIDEST = 500_000
-"""Items of one container that it looks at."""
+"""Items of one container that a walk looks at, at most."""
 _MORE = object()
 """Stands for the items of a container beyond these."""
 
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, range, slice)
 _LEGACY = np.random.RandomState
 _FRAMES = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
-"""Attributes of what waits in the middle of its code that lead to its variables."""
+"""Attributes by which suspended generators and coroutines lead to their variables."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class Found(dict[str, Stream]):
     """Generators by path."""
 
     whole = True
-    """False if objects were left at which the walk did not look."""
+    """False if the walk stopped before it had looked at all objects."""
 
 
 def find(env: Any, only: Collection[str] | None = None, *, most: int = NEAR) -> Found:
@@ -101,8 +101,8 @@ def find(env: Any, only: Collection[str] | None = None, *, most: int = NEAR) -> 
 
     Args:
         env: start of the walk.
-        only: end the walk when there is one under each of these paths; ``most`` is then `FAR`.
-        most: objects after which the walk ends.
+        only: paths; the walk ends when a generator is found under each of them, and ``most`` is then `FAR`.
+        most: number of objects after which the walk ends.
     """
     found = Found()
     known = _global()

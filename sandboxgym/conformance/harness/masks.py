@@ -1,8 +1,8 @@
 """Masks of actions, from ``info`` or the observation, converted to the form that Gymnasium samples by.
 
-`gymnasium.Space.sample` takes an array of int8 for a Discrete or MultiBinary space, a tuple of such for a
+`gymnasium.Space.sample` takes an int8 array for a Discrete or MultiBinary space, a tuple of int8 arrays for a
 MultiDiscrete one, and a dict or tuple of masks for Dict and Tuple spaces. Booleans, other integers, lists and, for
-MultiDiscrete, all choices in one flat array are understood too.
+MultiDiscrete, all choices in one flat array are converted too.
 """
 
 from __future__ import annotations

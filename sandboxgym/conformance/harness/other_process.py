@@ -1,7 +1,7 @@
 """Replays in other processes: another interpreter, hash seed, working directory and environment.
 
-A job goes to the child as a file made by this process, and its answer comes back as one; both are pickles, which
-neither side takes from anybody else. The child gets this process's import path and makes the environment by name.
+Jobs and answers are pickled files in a folder of this process; neither side reads pickles from anywhere else. The child
+gets this process's import path and makes the environment by name.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from sandboxgym.system.atomic import atomic_file
 
 TIMEOUT = 120
 """Seconds that a child may take."""
-_GLANCE = 0.002  # seconds between two looks at whether the other side is there
+_GLANCE = 0.002  # seconds between two tests whether the other side is there
 
 
 class Unreachable(Exception):
-    """Other processes cannot make the environment, or it has no name to make it by."""
+    """Another process cannot make the environment or be sent the calls; the message says why."""
 
 
 class Broken(Exception):
-    """The child failed; the message has its traceback."""
+    """The child failed; the message has its traceback, or says that there was no answer."""
 
 
 @dataclass(frozen=True)
@@ -50,12 +50,12 @@ class Job:
     points: tuple[int, ...] = ()
     """Numbers of calls after which a snapshot is saved, for `save`."""
     meeting: str = ""
-    """Folder of `meet`, where each call waits for the other side; empty: none waits."""
+    """Folder of `meet`, in which each call waits for the other side; if empty, no call waits."""
 
 
 @dataclass(frozen=True)
 class Child:
-    """Differences of the other process."""
+    """Settings in which the other process differs: hash seed, working directory, environment variables."""
 
     hash_seed: str = "0"
     folder: str | None = None
@@ -65,13 +65,13 @@ class Child:
 def run(
     subject: Subject, jobs: Sequence[Job], child: Child = Child(), *, separate: bool = False
 ) -> list[list[Outcome]]:
-    """Run jobs, all in one child, or each in a fork of it that has made no environment before; their outcomes.
+    """Run jobs in one child, or each in a new fork of it (``separate``), and return the outcomes of each job.
 
-    The first outcome of a job with a snapshot is that of ``restore``.
+    If a job has a snapshot, its first outcome is that of ``restore``.
 
     Raises:
         Unreachable: the factory has no importable name, or a job cannot be pickled.
-        Broken: something raised in the child.
+        Broken: something raised in the child, or it gave no answer.
     """
     return finish(start(subject, jobs, child, separate=separate))
 
@@ -82,7 +82,11 @@ Started = tuple["subprocess.Popen[bytes]", "tempfile.TemporaryDirectory[str]"]
 def start(
     subject: Subject, jobs: Sequence[Job], child: Child, *, separate: bool = False, role: Sequence[str] = ()
 ) -> Started:
-    """Start the child of `run`; `finish` has the outcomes. In another role, start another function of `main`."""
+    """Start the child of `run`, whose outcomes `finish` returns; ``role`` selects another task of `main`.
+
+    Raises:
+        Unreachable: the factory has no importable name, or a job cannot be pickled.
+    """
     if subject.make_spec is None:
         raise Unreachable("the factory has no importable name (give make_spec)")
     folder = scratch.folder()
@@ -104,7 +108,7 @@ def popen(
     variables: Mapping[str, str] | None = None,
     **options: Any,
 ) -> subprocess.Popen[bytes]:
-    """A new interpreter running this module with this process's import path."""
+    """Start a new interpreter that runs this module with this process's import path."""
     environment = {**interpreter.environment(), **(variables or {}), "PYTHONHASHSEED": hash_seed}
     command = interpreter.module_command("sandboxgym.conformance.harness.other_process", *arguments)
     pipes: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "stdin": subprocess.DEVNULL}
@@ -112,7 +116,7 @@ def popen(
 
 
 def finish(started: Started) -> list[list[Outcome]]:
-    """Outcomes of the child started with `start`; see `run`."""
+    """Wait for the child of `start` and return the outcomes of its jobs; it raises as `run` does."""
     process, folder = started
     with folder:
         try:
@@ -129,7 +133,7 @@ def finish(started: Started) -> list[list[Outcome]]:
 
 
 def abandon(started: Started) -> None:
-    """End the child started with `start`, whose outcomes nobody wants."""
+    """End the child of `start` and discard its outcomes."""
     process, folder = started
     with folder:
         process.kill()
@@ -137,10 +141,10 @@ def abandon(started: Started) -> None:
 
 
 def meet(meeting: str, number: int) -> None:
-    """Say, in the child, that this call is next, and wait until it is allowed.
+    """Report, in the child, that call ``number`` is next, and wait until it is allowed.
 
     Raises:
-        TimeoutError: it is not allowed for too long.
+        TimeoutError: it is not allowed within `TIMEOUT` seconds.
     """
     Path(meeting, f"next-{number}").touch()
     limit = time.monotonic() + TIMEOUT
@@ -161,7 +165,7 @@ def is_met(started: Started, meeting: str, number: int) -> bool:
 
 
 def allow(meeting: str, number: int) -> None:
-    """Let the child make the call that it waits with."""
+    """Let the child make call ``number``, before which it waits."""
     Path(meeting, f"allowed-{number}").touch()
 
 
@@ -179,19 +183,20 @@ def saver(
 ) -> Iterator[tuple[list[tuple[list[tuple[str, str, Any]], list[Outcome]]], Callable[[], None]]]:
     """Context of another process that plays jobs and saves their snapshots.
 
-    What it saved and what its calls gave, by job, and a way to end it.
+    It yields the saved snapshots and the outcomes of the calls, by job, and a function that kills the process.
 
     Args:
-        subject: made there anew.
-        jobs: each with its points; afterwards two more of its calls are made, so that its environment is further on.
-        folder: for the files.
+        subject: the subject, which is made anew in the process.
+        jobs: jobs with the points of their snapshots. After the last point, two more calls of a job are made, so that
+            its environment moves on.
+        folder: folder for the files.
         closes: close the environments at the end.
-        stays: whether it lives until it is ended, and then is killed; else it ends by itself, before this returns.
-        variables: of its environment.
+        stays: the process lives until it is killed; else it ends before the context is entered.
+        variables: environment variables of the process.
 
     Raises:
         Unreachable: the factory has no importable name, or snapshots cannot be carried over.
-        Broken: something raised there.
+        Broken: something raised in the process, or it gave no answer.
     """
     role = ["save", str(folder), "closes" if closes else "", "stays" if stays else ""]
     process, place = start(subject, jobs, Child(variables=variables), role=role)
@@ -223,7 +228,7 @@ def registered(spec: MakeSpec) -> Any:
 
 
 def stateless(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Outcomes without the oracle's states, which other processes do not have."""
+    """Outcomes without the states of `Subject.observe_state`, a hook that other processes do not have."""
     return [outcome._replace(state=None) for outcome in outcomes]
 
 
@@ -231,7 +236,7 @@ def stateless(outcomes: Sequence[Outcome]) -> list[Outcome]:
 
 
 def carried(snap: Any, folder: str | Path, name: str) -> tuple[str, str, Any]:
-    """A snapshot in transit: by its own ``save`` and ``load``, by its bytes, or pickled.
+    """A snapshot in transit: by its ``save`` and ``load``, else by ``to_bytes`` and ``from_bytes``, else pickled.
 
     Raises:
         Unreachable: none of these works; the message says why.
@@ -258,7 +263,7 @@ def carried(snap: Any, folder: str | Path, name: str) -> tuple[str, str, Any]:
 
 
 def pickled(snap: Any) -> tuple[str, str, Any] | None:
-    """A snapshot in transit as a pickle, as pools of workers send it; None where it refuses that."""
+    """A snapshot in transit as a pickle, as pools of workers send it; None if it cannot be pickled."""
     try:
         return ("pickle", "", pickle.dumps(snap))
     except Exception:

@@ -1,6 +1,6 @@
 """State shared by environments of one process, as comparable values: class attributes, globals, files, settings.
 
-A change of these alone is no fault (a cache may fill). It names the hazard where the behaviour of a sibling changed.
+Such a change alone is no fault (a cache may fill). Where the behaviour of a sibling changed, it names the cause.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from sandboxgym.conformance.supervision import scratch
 
 _OURS = ("gymnasium", "numpy", "sandboxgym.core", "sandboxgym.wrappers", "builtins", "abc", "typing", "collections")
 _LARGEST = 1 << 20
-"""Files larger than so many bytes are compared by size and time only."""
+"""Bytes above which files are compared by size and time only."""
 
 
 def classes(env: AnyEnv) -> list[type[Any]]:
@@ -147,7 +147,7 @@ def _name(value: Any) -> str:
 
 
 def _of(module: str, look: Callable[[Any], Canonical]) -> Canonical:
-    """A setting of a module that is loaded; None of one that is not."""
+    """A setting of a module; None if the module is not loaded."""
     loaded = sys.modules.get(module)
     try:
         return None if loaded is None else look(loaded)
@@ -161,7 +161,7 @@ def _logging() -> Canonical:
 
 
 def _asyncio(events: Any) -> Canonical:
-    policy = getattr(events, "_event_loop_policy", None)  # looking by get_event_loop() may make one
+    policy = getattr(events, "_event_loop_policy", None)  # get_event_loop() may make one
     loop = getattr(getattr(policy, "_local", None), "_loop", None)
     return (_name(policy), _name(loop), loop is not None and id(loop), events._get_running_loop() is not None)
 
@@ -235,7 +235,7 @@ def put_back() -> Iterator[None]:
 
 
 def _again(write: Callable[[Any], Any], wanted: Any, read: Callable[[], Any]) -> None:
-    """Write a setting only where it differs: writing has effects of its own."""
+    """Write a setting only if it differs, because writing has side effects."""
     if read() != wanted:
         write(wanted)
 
@@ -266,7 +266,7 @@ def places() -> list[Path]:
 
 
 def names(paths: list[Path]) -> set[Path]:
-    """Entries of some folders, not of those inside."""
+    """Entries of some folders, without those of subfolders."""
     entries: set[Path] = set()
     for path in paths:
         try:

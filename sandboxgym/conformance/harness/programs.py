@@ -2,7 +2,7 @@
 
 A program is a list of instructions, which are JSON values. Every environment of a program has a control that reached
 the same state by ``reset`` and actions alone; each call is made on both and must give equal outcomes. After a restore
-or fork with a seed, where draws matter, the control is another environment restored from a snapshot taken right then.
+or fork with a seed, if draws matter, the control is another environment restored from a snapshot taken at that moment.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from sandboxgym.errors import SnapshotNotSupported
 SCHEMA = 1
 """Version of the saved form."""
 ALIVE = 5
-"""Environments alive at once, their controls not counted."""
+"""Most environments alive at once, not counting their controls."""
 
 Instruction = dict[str, Any]
 """One call as JSON values. Numbers of environments and snapshots are taken modulo their count."""
@@ -41,7 +41,7 @@ def encode(value: Any) -> Any:
     """An action or an option as JSON values.
 
     Raises:
-        TypeError: it has none.
+        TypeError: the value has no JSON form.
     """
     if value is None or type(value) in (bool, int, float, str):
         return value
@@ -132,7 +132,7 @@ class Program:
         """Execute one instruction; one that does not apply has no effect.
 
         Raises:
-            Failed: the environment and its control differ, or a call raised; with the script.
+            Failed: the environment and its control differ, or a call raised; it has the script.
         """
         kind = instruction["op"]
         if kind != "make" and not self.runs:
@@ -148,7 +148,7 @@ class Program:
             raise Failed(message[:300], {"program": list(self.done)}, self.scene.script()) from error
 
     def action(self, at: int, choice: int) -> Any:
-        """Action for an environment, a function of the choice and of the last output."""
+        """Action for environment ``at``, determined by ``choice`` and the environment's last output."""
         run = self._run(at)
         rng = np.random.default_rng(choice)
         space = copy.deepcopy(run.control.action_space)
@@ -156,7 +156,7 @@ class Program:
         return choose(self.subject, space, run.raw[0], run.raw[1] or {}, rng, choice % 2 == 0)
 
     def finish(self) -> None:
-        """Step all environments a few more times, so that damage to one by calls on another shows."""
+        """Step all environments a few more times, so that damage by calls on other environments shows."""
         for index in range(len(self.runs)):
             for choice in range(3):
                 self.perform({"op": "step", "env": index, "action": encode(self.action(index, choice))})
@@ -350,8 +350,8 @@ def replay(found: Mapping[str, Any], subject: Subject | None = None) -> None:
     """Run a saved program, on its own environment or on a given one.
 
     Raises:
-        Failed: as when it was saved.
-        ValueError: another schema, or neither a target nor a subject.
+        Failed: the program fails again.
+        ValueError: the program has another schema, or there is neither a target nor a subject.
     """
     if found.get("schema") != SCHEMA:
         raise ValueError(f"expected a program of schema {SCHEMA}, found {found.get('schema')!r}")

@@ -1,9 +1,9 @@
 """Effect of a seed given to ``restore`` or ``fork``, measured by futures and not by kinds of generators.
 
-1. A draw may come from anything: a private space, an integer key, a generator of one's own arithmetic. Randomness under
-   a seed means that futures differ from seed to seed while each seed repeats its own.
-2. A seed must change nothing that it does not decide. Where every seed gives one and the same future, and that is not
-   the captured one, something else was changed.
+1. A draw may come from anything: a private space, an integer key, a self-written generator. A future is random under a
+   seed if it differs from seed to seed and each seed repeats its own.
+2. A seed must change nothing but draws. If every seed gives the same future, and that is not the captured one,
+   something else was changed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sandboxgym.conformance.subject import AnyEnv, Op, Outcome, Subject, restore
 from sandboxgym.core import SnapshotEnv
 
 VARY = 16
-"""Restores with seeds, of `LEAST`, that must differ from a future before forks that never differ are at fault."""
+"""Of `LEAST` restores with seeds, the number that must differ before forks that never differ count as a fault."""
 
 OTHER_DRAWS = "runs with other draws differ"
 """Prefix of `Subject.noise` if recognised streams affect the outcomes."""
@@ -38,20 +38,20 @@ OTHER_SEEDS = "restores with other seeds differ"
 """Prefix of `Subject.noise` if unrecognised streams do."""
 
 TRIED = 3
-"""Seeds by which it is found out beforehand whether seeds decide anything."""
+"""Number of seeds that are tried to find whether seeds decide anything."""
 TRIED_DECLARED = 8
-"""The number of these seeds where an environment says by a ``_reseed`` of its own that seeds decide something."""
+"""`TRIED` for an environment with its own ``_reseed``, which says that seeds decide something."""
 MANY = 400
-"""Seeds that give one future before it is said that seeds do not decide it; `LEAST` where calls are slow."""
+"""Seeds that must give one future before it counts as not decided by seeds; `LEAST` if calls are slow."""
 LEAST = 64
 FOLLOWED = 4
 """Calls after a seed in the middle of an episode that are compared with an uninterrupted run."""
 RENEWED = 16
-"""Uninterrupted runs with other draws in which what a seed changed must stay the same to be at fault."""
+"""Uninterrupted runs with other draws; what a seed changed is a fault only if it stays the same in all of them."""
 
 
 def random_by(noise: str) -> bool:
-    """True if futures are random and repeat from a seed."""
+    """True if `Subject.noise` says that futures are random and repeat from a seed."""
     return noise.startswith((OTHER_DRAWS, OTHER_SEEDS))
 
 
@@ -68,23 +68,23 @@ def recognised(env: AnyEnv) -> list[str]:
 
 
 def told(env: AnyEnv) -> str:
-    """Grounds on which nothing was found to be random, in words."""
+    """Text on the grounds for taking an environment to have nothing random."""
     names = ", ".join(recognised(env)[:6]) or "none"
     own = "has a _reseed of its own" if reseeds(env) else "has no _reseed of its own"
     return f"streams recognised: {names}; other bits in them change no future; the environment {own}"
 
 
 def decided(subject: Subject, random: bool) -> dict[str, str]:
-    """Futures by which randomness was found where no recognised stream shows it, for the evidence."""
+    """Evidence of randomness that no recognised stream shows: the futures that differ."""
     if not random or subject.noise.startswith(OTHER_DRAWS):
         return {}
     return {"decided by": "seeds give different futures, each its own again; no stream that was recognised does"}
 
 
 def by_seed(subject: Subject) -> str:
-    """Difference between futures of distinct seeds where each seed repeats its own; empty where none is seen.
+    """Difference between the futures of two seeds, each of which repeats its own; empty if there is none.
 
-    What a restore without a seed does not repeat either proves nothing about seeds; neither does what raises.
+    Futures that differ even after restores without a seed prove nothing about seeds; neither do restores that raise.
     """
     for index in (0, 1):
         try:
@@ -116,7 +116,7 @@ def _by_seed(subject: Subject, index: int) -> str:
             for seed in range(2, 1 + (TRIED_DECLARED if reseeds(env) else TRIED)):
                 other = future(seed)
                 if text := first_difference(first, other):
-                    # In this order what goes wrong at every second or third restore repeats nothing.
+                    # In this order, a fault at every second or third restore does not look like a repetition.
                     again = (future(seed), future(seed), future(1)) == (other, other, first)
                     return f"{text} (seeds 1 and {seed}; {told(env)})" if again else ""
         finally:
@@ -133,16 +133,19 @@ def must_decide(
     captured: Any,
     rng: np.random.Generator,
 ) -> None:
-    """Fail unless futures differ from seed to seed, each repeating its own; called where one was not the captured.
+    """Fail unless futures differ from seed to seed and each seed repeats its own; for a seed that changed the future.
 
     Args:
-        scene: of the calls.
-        env: whose streams are named.
+        scene: scene in which the calls are made.
+        env: environment whose streams the message names.
         budget: limits the number of seeds.
-        call: with a seed; it changed the future.
-        future: from a seed to the future that it gives.
+        call: name of the call with a seed that changed the future, for the message.
+        future: function from a seed to its future.
         captured: the future without a seed.
-        rng: draws seeds, never 0, which may be taken for none.
+        rng: draws the seeds; never 0, which may be taken for no seed.
+
+    Raises:
+        Failed: all seeds give one future, or a seed does not repeat its own.
     """
     first: Any = None
     tried = 0
@@ -173,15 +176,18 @@ Seeded = Callable[[Scene, Walk, int, int, Sequence[Op]], list[Outcome]]
 def nothing_else(subject: Subject, budget: Budget, rng: np.random.Generator, call: str, seeded: Seeded) -> None:
     """Fail if a seed given in the middle of an episode changes what no draw decides.
 
-    Right after a reset, where little has happened, there is little to lose. What draws decide differs between runs
-    whose streams were renewed, or from seed to seed; all else must be as in the uninterrupted run.
+    The middle is chosen because right after a reset there is little state to lose. Values that draws decide differ
+    between runs whose streams were renewed, or from seed to seed; all others must be as in the uninterrupted run.
 
     Args:
-        subject: of which the first control run is played, if it repeats itself and its draws are recognised.
+        subject: the subject. Its first control run is played, if it repeats itself and its draws are recognised.
         budget: limits the number of seeds.
         rng: draws moments and seeds.
-        call: with a seed, in words.
-        seeded: makes the call at one of the moments, and plays.
+        call: text that names the call with a seed.
+        seeded: makes the call at a moment and plays what follows.
+
+    Raises:
+        Failed: a value that no draw decides has changed.
     """
     control = subject.control(0, budget.steps)
     if not control.repeatable or (subject.noise and not subject.noise.startswith(OTHER_DRAWS)):
@@ -232,7 +238,7 @@ def nothing_else(subject: Subject, budget: Budget, rng: np.random.Generator, cal
 def _parts(outcomes: Sequence[Outcome]) -> dict[tuple[int, str, str], Canonical]:
     """Fields of outcomes by number of the call and name; entries of dicts have a name of their own too.
 
-    Without the hidden state: numbers drawn ahead are part of it, and how many of them a seed leaves is no draw.
+    The hidden state is left out: it may hold numbers drawn ahead, and no draw decides how many of them a seed leaves.
     """
     parts: dict[tuple[int, str, str], Canonical] = {}
     for number, outcome in enumerate(outcomes):

@@ -1,8 +1,8 @@
 """Shrinking of a failure's script to the fewest calls that still show it.
 
-1. A script is a list of statements on environments and snapshots. The resets and steps in an environment's history
-   follow from them, through snapshots, restores and forks; so the control, a new environment that makes these calls and
-   nothing else, is known whatever statements are left out.
+1. A script is a list of statements on environments and snapshots. From it follow the resets and steps in each
+   environment's history, through snapshots, restores and forks. The control, a new environment that makes only these
+   calls, is therefore known whichever statements are left out.
 2. The criterion is that the last call differs from the control's. A failure of another kind (streams, files, a digest),
    or in environments that do not repeat themselves, keeps its original script.
 3. Every returned script was executed as it stands, except for the factory, which is the subject's own.
@@ -38,16 +38,16 @@ class Shrunk(NamedTuple):
     statements: int
     """Number of calls needed, without the control's."""
     difference: list[dict[str, Any]]
-    """Expected against found, field by field; see `values.rows`."""
+    """Expected and found values, field by field; see `canonical.rows`."""
 
 
 def shrunk(subject: Subject, script: str, *, seconds: float) -> Shrunk | None:
     """The shortest script that shows the failure; None where this one shows no call that differs from a control.
 
     Args:
-        subject: that failed.
-        script: as `Scene.script` writes it.
-        seconds: of the processor, or `WAITING` times as many on the wall, after which no further one is tried.
+        subject: the subject that failed.
+        script: counterexample as `Scene.script` writes it.
+        seconds: processor seconds after which no shorter script is tried; in wall time, `WAITING` times as many.
     """
     try:
         head, body = _parsed(script)
@@ -179,7 +179,7 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.names.update(make_env=self.make, gym=gym, np=np, sandboxgym=sandboxgym)
-        self.names["print"] = lambda *_: None  # scripts print what a refused restore raised, for who reads them
+        self.names["print"] = lambda *_: None  # scripts print what a refused restore raised, for their reader
 
     def make(self) -> Any:
         env = self.subject.make_env()

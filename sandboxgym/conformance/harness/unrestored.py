@@ -1,7 +1,7 @@
 """Attributes of a `SnapshotEnv` that change during play and that a restore does not bring back.
 
-Such a difference alone is no fault: it may be a cache, or a record that nothing depends on. So it is no verdict; the
-report names it, because state outside the capture is beyond the trials of `strength`.
+Such a difference alone is no fault: it may be a cache, or a record that nothing depends on. It therefore decides no
+verdict. The report names it, because the trials of `strength` do not reach state outside the capture.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ _INERT = {"spec", "metadata", "render_mode", "_metadata", "_cached_spec", "np_ra
 _OWN = {"_last", "_was_reset", "_lineage", "_fits", "_arguments"}
 """Attributes of `SnapshotEnv` itself."""
 _FOREIGN = ("logging", "threading", "subprocess", "concurrent", "multiprocessing", "asyncio", "numpy.random", "random")
-"""Modules of whose objects the attributes are no state."""
+"""Modules whose objects have attributes that do not count as state."""
 _SCALARS = (bool, int, float, complex, str, bytes, bytearray, np.generic, enum.Enum)
 _CONTAINERS = (list, tuple, set, frozenset, dict, collections.deque)
 _ABSENT = object()
 
 
 def unrestored(subject: Subject, runs: Sequence[Control], over: Callable[[], bool] = lambda: False) -> dict[Path, str]:
-    """Paths of attributes that change in play, differ after a restore and are not captured, with the places found.
+    """Attributes that change during play, differ after a restore and are not captured: path to place of the difference.
 
     Args:
-        subject: to certify.
-        runs: control runs to follow; the first is followed whatever the time.
+        subject: the subject.
+        runs: control runs to follow; the first is followed even if the time is up.
         over: True once the time is up.
     """
     found: dict[Path, str] = {}

@@ -1,4 +1,4 @@
-"""Control runs of whole episodes, where the usual ones stop before the end and a step is fast."""
+"""Control runs of whole episodes, for fast environments whose usual control runs stop before the end."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from sandboxgym.conformance.harness.scenario import record
 from sandboxgym.conformance.subject import Control, Subject
 
 LONGEST = {"quick": 5000, "full": 20_000}
-"""Steps of an episode, by budget."""
+"""Most steps of an episode, by budget."""
 SECONDS = {"quick": 0.5, "full": 5.0}
 """Seconds that playing the episode once may take."""
 ROOM = 2**26
-"""Bytes that the outputs of its calls may have."""
+"""Most bytes that the outcomes of an episode may have when pickled."""
 RUNS = 2
-"""Recorded runs: one with the chosen actions, one mixed with others."""
+"""Number of recorded runs: one on-policy, one off-policy."""
 
 
 def affordable(subject: Subject, budget: Budget) -> int:
-    """Number of steps that an episode may have, by the time of a call in the first control run."""
+    """Most steps of an episode, by the time and the size of an outcome in the first control run."""
     control = subject.control(0, budget.steps)
     size = len(pickle.dumps(control.outcomes)) / len(control.outcomes)
     seconds = SECONDS.get(budget.name, SECONDS["quick"]) / max(control.seconds / len(control.ops), 1e-7)

@@ -11,10 +11,10 @@ from sandboxgym.conformance.runner import Report
 
 
 def badge(report: Report | None) -> str:
-    """An SVG that says how many checks passed, of how many, and when; None: that there was no run.
+    """An SVG that says how many checks passed, of how many, and when; for None, that nothing was certified yet.
 
-    It is green if the whole suite ran and nothing failed. Checks that did not run, or could not tell, are among those
-    that did not pass: the suite has so many.
+    It is green if the headline of the report is a pass and every check was asked for. Checks that did not run or stayed
+    inconclusive count in the total.
     """
     label, message, kind, title = "snapshots", "not certified yet", "none", "not certified yet"
     if report is not None:

@@ -1,7 +1,7 @@
 """Failures grouped by their probable cause.
 
-Failures have one probable cause if they show in one place: the same fields of a transition, the same line of the
-environment's code in a traceback. Streams that a restore loses explain the futures that differ then.
+Failures have one probable cause if they show in one place: the same fields of a transition, or the same line of the
+environment's code in a traceback. If a restore loses random streams, that explains futures that differ.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _cause(group: Sequence[int], failures: Sequence[Mapping[str, Any]], signs: S
 
 
 def signature(result: Mapping[str, Any]) -> set[str]:
-    """Place of a failure, in words that two failures of one cause have in common."""
+    """Texts that describe the place of a failure; failures with one cause have some of them in common."""
     evidence = result["evidence"]
     if isinstance(stream := evidence.get("stream"), str):
         return {f"{_STREAM} {stream.rpartition('.')[2].lstrip('_')}"}
@@ -94,5 +94,5 @@ def signature(result: Mapping[str, Any]) -> set[str]:
 
 
 def _general(place: str) -> str:
-    """A place without the numbers in it: the index of a differing array element is chance."""
+    """A place without its numbers, because the index of the first array element that differs is random."""
     return re.sub(r"\[\d+\]", "", place)

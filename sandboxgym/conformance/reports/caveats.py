@@ -1,4 +1,4 @@
-"""Omissions of a whole run, for the head of its report: no end of an episode, no reset options, few snapshots."""
+"""Caveats of a whole run, for the head of its report: no episode ended, reset options were not given, few snapshots."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from sandboxgym.conformance.harness.scenario import opened
 from sandboxgym.conformance.subject import AnyEnv, Subject, layers
 
 MANY = 1000
-"""Snapshots held at once from which on their number is no caveat."""
+"""Number of snapshots held at once from which there is no caveat."""
 CROWD = 64
-"""Children that live at once from which on their number is no caveat."""
+"""Number of children alive at once from which there is no caveat."""
 WATCHED = 6
 """Calls in which reset options are looked at."""
 _PASSING = ("gymnasium.core", "gymnasium.wrappers", "sandboxgym.core", "sandboxgym.wrappers")
@@ -47,7 +47,7 @@ def caveats(report: Mapping[str, Any]) -> list[str]:
 
 
 def unended(results: Mapping[str, Mapping[str, Any]]) -> str:
-    """``no episode ended within 60 steps``, or nothing; from results in their JSON form, by id."""
+    """Caveat such as ``no episode ended within 60 steps``, or an empty text; from results in JSON form, by id."""
     done = results.get("restore.after_done")
     if done is not None:
         return str(done["message"]) if done["message"].startswith("no episode ended") else ""
@@ -78,7 +78,7 @@ def reset_options(subject: Subject) -> str:
 
 
 def options_read(env: AnyEnv) -> set[str] | None:
-    """Options keys read by some layer's ``reset``, as far as its source shows them; None if it reads none.
+    """Keys of the options that ``reset`` of some layer reads, as far as its source shows; None if it reads none.
 
     Raises:
         OSError, TypeError, SyntaxError: the source cannot be read.

@@ -1,4 +1,4 @@
-"""Comparison of reports on one environment made in several ways: state that each way keeps, loses and leaks."""
+"""Comparison of reports on one environment made in several ways: verdicts, and the state kept, lost and leaked."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Reports for the terminal and as JSON; `html`, `markdown` and `badge` write files.
 
-The terminal report has colour only on a terminal (with ``NO_COLOR`` unset), and ends with the parts NOT tested: a
+The terminal report has colour only on a terminal (with ``NO_COLOR`` unset). It lists what was NOT tested, because a
 certificate is only as good as its coverage.
 """
 
@@ -146,7 +146,7 @@ def _failed(result: Result, width: int, paint: Callable[[str, str], str]) -> lis
 
 
 def _unexercised(report: Report, width: int, paint: Callable[[str, str], str]) -> list[str]:
-    """State that could be lost without a failure."""
+    """Lines on state that could be lost without a failure."""
     if report.strength is None or not (missed := [*report.strength.unexercised, *report.strength.unseen]):
         return []
     lines = ["", paint("Not exercised: this could be wrong, and the result would be the same", "1")]

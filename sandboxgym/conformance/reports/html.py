@@ -247,7 +247,7 @@ def _side_by_side(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _details(result: Mapping[str, Any], *, open: bool = False, place: str = "") -> str:
-    """A result; with a ``place``, of a report beside this one."""
+    """A result as an element that unfolds; ``place`` names the report if it is one beside the main report."""
     verdict = result["verdict"]
     evidence = {name: value for name, value in result["evidence"].items() if name != "matrix"}
     parts = [f"<p>{escape(result['message'])}</p>"] if result["message"] else []
@@ -276,7 +276,7 @@ def _details(result: Mapping[str, Any], *, open: bool = False, place: str = "") 
 
 
 _OPEN = "document.getElementById(this.hash.slice(1)).open = true"
-# Browsers give no clipboard to pages of some places (a file, plain HTTP): there the script is selected instead.
+# Browsers give some pages no clipboard (those from a file or plain HTTP); the script is then selected instead.
 _COPY = (
     "const script = this.nextElementSibling, select = () => { getSelection().selectAllChildren(script); "
     "this.textContent = 'Selected' }; navigator.clipboard ? navigator.clipboard.writeText(script.textContent)"

@@ -54,13 +54,13 @@ class Weight(NamedTuple):
     trials: str
     """Number of trials: ``400 restores``."""
     rate: str
-    """The rarest fault that would have shown with a probability of `SURE`: ``1 in 58``."""
+    """Rarest fault that the trials would have shown with a probability of `SURE`: ``1 in 58``."""
     power: str
     """Smallest difference that a statistical test detects, and the probability of detecting it."""
 
 
 def headline(report: Mapping[str, Any]) -> Headline:
-    """Headline of a report in its JSON form: faithful or not, and other failures; or the reason for no verdict."""
+    """Headline of a report in JSON form: whether restores are faithful, other failures, or why there is no verdict."""
     failed = [result["id"].partition(".")[0] for result in report["results"] if result["verdict"] == "FAIL"]
     aside = [theme for theme in failed if theme in ASIDE]
     total = sum(report["counts"].values())
@@ -92,7 +92,7 @@ def _but(report: Mapping[str, Any]) -> str:
 
 
 def weight(result: Mapping[str, Any]) -> Weight:
-    """Weight of a result in its JSON form, as far as its measurements tell."""
+    """Weight of a result in its JSON form; parts that its measurements do not tell are empty."""
     evidence = result["evidence"]
     name, count = next(
         ((name, evidence[name]) for name in COUNTS if type(evidence.get(name)) is int and evidence[name]), ("", 0)
@@ -105,5 +105,5 @@ def weight(result: Mapping[str, Any]) -> Weight:
 
 
 def rarest(trials: int) -> int:
-    """Rarest fault, one in so many, that so many independent trials show with a probability of `SURE`."""
+    """The number ``n`` for which ``trials`` independent trials show a fault of one in ``n`` with probability `SURE`."""
     return max(1, int(1 / (1 - (1 - SURE) ** (1 / max(1, trials)))))

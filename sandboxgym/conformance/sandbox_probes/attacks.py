@@ -1,8 +1,8 @@
 """Hostile commands for a sandbox, as POSIX shell: exceed a limit of bytes or time, nest without end.
 
 1. Each attack is bounded in bytes, processes and time, and ends by itself.
-2. An attack prints its result in a line between two ``@@``, after some time in which a sandbox can end it: one that was
-   ended prints nothing, and one that could not be set up prints ``absent``.
+2. An attack prints its result in a line between two ``@@``, after some time in which the sandbox can end it. If it was
+   ended, it prints nothing; if it could not be set up, it prints ``absent``.
 3. Tools beyond POSIX (``perl``, ``python3``, ``fallocate``, ``setsid``) are used where they exist.
 """
 
@@ -20,14 +20,14 @@ from sandboxgym.conformance.sandbox_probes.shell import located
 
 MIB = 2**20
 SMALLEST, LARGEST = 2 * MIB, 64 * MIB
-"""Disk limits that are tried: two and a half times as much is written."""
+"""Smallest and largest disk limit in bytes that is tried, by writing two and a half times as much."""
 MOST_FILES = 20_000
 LONGEST = 20.0
-"""Time limits that are tried, in seconds."""
+"""Longest time limit that is tried, in seconds."""
 LEVELS = 1500
-"""Nested directories: more than functions that call themselves get to, paths of less than 4,096 bytes."""
+"""Number of nested directories: too deep for recursive functions, but with paths of less than 4,096 bytes."""
 LONG, LONG_LEVELS = 200, 40
-"""Letters of a name, and nested directories of such names: more than a path may be long."""
+"""Letters of a directory name, and number of directories so named that are nested: longer than a path may be."""
 
 # Writes so many MiB, as long as it is let; $n counts them. What is written is no hole.
 _WRITING = """mib() { dd if=/dev/zero bs=65536 count=16 2>/dev/null; }
@@ -105,9 +105,9 @@ def writing(way: str, limit: int, *, settle: float) -> str:
     """Command that writes two and a half times a disk limit and prints the number of MiB written.
 
     Args:
-        way: of `WRITING`.
-        limit: in bytes.
-        settle: seconds to wait before it tells.
+        way: a key of `WRITING`.
+        limit: the disk limit in bytes.
+        settle: seconds to wait before the result is printed.
     """
     return _command(WRITING[way], limit, settle)
 
@@ -118,7 +118,7 @@ def counting(files: int, *, settle: float) -> str:
 
 
 def elsewhere(places: Sequence[Place], token: str, limit: int, *, settle: float) -> str:
-    """Command that writes two and a half times a disk limit in places of their own."""
+    """Command that writes two and a half times a disk limit in the given places."""
     listed = "\n".join(place.path for place in places)
     body = ELSEWHERE.replace("@PLACES@", listed).replace("@NAME@", f".sandboxgym-probe-{token}")
     return _command(body, limit, settle)
@@ -152,7 +152,7 @@ def told(output: str) -> str:
 _BEAT = (
     'i=0; while [ $i -lt @BEATS@ ] && ! [ -e stopped ]; do i=$((i+1)); echo $i > "beat-$1"; sleep 0.1; done 2>/dev/null'
 )
-# Several write one file: they add to it, for else it might be as empty each time that it is looked at.
+# Several processes append to one file: if they overwrote it, it might be empty whenever it is read.
 _CHAINS = {
     "perl": 'use POSIX; $end=time+@LASTS@; while(time<$end && !-e "stopped"){ $p=fork; exit if $p; setsid(); '
     'if(open F,">>beat-chain"){ print F "x"; close F } select(undef,undef,undef,.0005) }',
@@ -174,7 +174,7 @@ _BEATS = {way: way.split()[-1 if way == "fork chain" else 0] for way in SURVIVOR
 
 
 def outliving(token: str, seconds: float) -> str:
-    """Command that starts all of `SURVIVORS` and then waits for longer than it may, but not for ever."""
+    """Command that starts all of `SURVIVORS` and then waits for longer than the time limit, but not for ever."""
     lasts = round(seconds) + 25
     lines = [f"t={token[:3]}; t=${{t}}{token[3:]}", 'cd "$B" && rm -rf h && mkdir h && cd h || exit']
     for line in SURVIVORS.values():
@@ -193,7 +193,7 @@ def survivors(output: str) -> list[str]:
 
 
 def survived(token: str) -> str:
-    """Command that shows which of them are alive, to be run after the time limit."""
+    """Command that shows which of `SURVIVORS` are alive, to be run after the time limit."""
     beats = " ".join(_BEATS.values())
     return located(f"""(
 t={token[:3]}; t=${{t}}{token[3:]}; cd "$B/h" && printf '%s' "$t" > token || exit
@@ -209,7 +209,7 @@ echo "@@$found@@" )""")
 
 
 def ended(token: str) -> str:
-    """Command that ends the remaining ones."""
+    """Command that ends the remaining `SURVIVORS`."""
     return located(f"""(
 t={token[:3]}; t=${{t}}{token[3:]}; cd "$B/h" && printf '%s' "$t" > token || exit
 : > stopped; sleep 0.3
@@ -257,7 +257,7 @@ echo {token} > bottom; echo "@@$a $i@@" ) 2>/dev/null"""
 
 
 def bottoms(token: str) -> str:
-    """Command that prints how many of the files below all of them exist: ``2`` after `nesting`."""
+    """Command that prints how many of the two files at the bottoms of `nesting` exist: ``2`` if all is kept."""
     return located(f"""(
 n=0; for top in deep long; do
   cd "$B/$top" || continue; p=$(printf %0500d 0 | sed 's/0/d\\//g')

@@ -1,9 +1,9 @@
 """Declared losses of a sandbox's snapshots: a traced process, a connection that leads outside.
 
-Each `Snag` is set up in the sandbox by ``uncapturable.py``, as far as the sandbox lets it be; then a snapshot is taken.
+Each `Snag` is set up in the sandbox by ``uncapturable.py``, as far as the sandbox allows it; then a snapshot is taken.
 
-1. A connection whose other end is outside cannot be duplicated. The snapshot must be refused by an error of a type of
-   its own, or declare in words what it does not hold.
+1. A connection whose other end is outside cannot be duplicated. The snapshot must be refused by an error whose type is
+   not one of Python's, or declare in words what it does not hold.
 2. State that is entirely inside may instead be kept: it exists in a restored copy, and works.
 3. In every case, the sandbox itself continues with its state.
 """
@@ -30,7 +30,7 @@ from sandboxgym.conformance.supervision import scratch
 KEPT, DECLARED, REFUSED = "kept", "declared", "refused"
 SILENT, HARMED, CRASHED, SKIPPED = "silent", "harmed", "crashed", "skipped"
 WRONG = (SILENT, HARMED, CRASHED)
-"""Failures: an undeclared loss; a harmed sandbox; an error that is none of the sandbox's own."""
+"""Failures: an undeclared loss; a harmed sandbox; an error of one of Python's types instead of a refusal."""
 
 _PROGRAM = Path(uncapturable.__file__).read_text(encoding="utf-8")
 
@@ -40,9 +40,9 @@ class Snag:
     """State that is hard to capture.
 
     Attributes:
-        kind: a name of `snags.MAKERS`.
-        outside: another end of it is outside the sandbox.
-        leaves: the shell ends after it was started.
+        kind: a key of `uncapturable.MAKERS`.
+        outside: True if its other end is outside the sandbox.
+        leaves: True if the shell ends after the snag was started.
     """
 
     kind: str

@@ -4,9 +4,9 @@
    directories, hidden ones, those of variables and of open descriptors. Their number, depth and time are bounded.
 2. A mark is an empty directory or a file of a few bytes whose name holds a unique token. Existing files are not
    changed.
-3. A sandbox that writes into the suite's own directories isolates no files: then only places for temporary files, the
-   home and the working directory are marked, for the rest is the machine's.
-4. All marks are removed in the end, from inside, and from outside where they appeared there.
+3. A sandbox that writes into the suite's own directories does not isolate files. Then only places for temporary files,
+   the home and the working directory are marked, because the others belong to the machine.
+4. All marks are removed at the end: from inside, and from outside where they appeared there.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from sandboxgym.conformance.supervision import scratch
 KINDS = {"b": "before", "a": "after", "f": "fork", "t": "task", "r": "reset"}
 """Time of a mark, by its letter in the output that `found` reads."""
 MOST = 400
-"""Places at most."""
+"""Most places that are marked."""
 _TRIED = 2500
-"""Places that are tried at most."""
+"""Most places that are tried."""
 _PAGE = 6000
-"""Bytes that one command prints: sandboxes cut off the middle of long outputs."""
+"""Most bytes that one command prints, because sandboxes cut out the middle of long outputs."""
 _MEMORY = ("tmpfs", "ramfs", "devtmpfs", "proc", "sysfs", "cgroup", "mqueue", "devpts", "debugfs", "tracefs", "huge")
 """Beginnings of names of file systems in memory."""
 
@@ -86,8 +86,8 @@ class Place:
 
     Attributes:
         path: as the sandbox names it.
-        own: it is on the file system of the directory in which commands run, which any snapshot of files covers.
-        disk: what is written there takes a disk, not memory.
+        own: True if it is on the file system of the working directory, which any snapshot of files covers.
+        disk: True if files there take space on a disk, not in memory.
     """
 
     path: str
@@ -104,13 +104,13 @@ class Unreadable(Exception):
 
 
 def walk(ask: Ask, token: str, kind: str, *, shared: bool) -> list[Place]:
-    """Find the places of a sandbox and mark them; the shell must be where `shell.start` was.
+    """Find the places of a sandbox and mark them; the shell must be in the directory in which `shell.start` ran.
 
     Args:
-        ask: runs commands in it.
-        token: unique to the run.
-        kind: of the marks.
-        shared: the sandbox writes into directories of the machine that it is on; see the module's third promise.
+        ask: runs commands in the sandbox.
+        token: text unique to the run.
+        kind: kind of the marks, a key of `KINDS`.
+        shared: True if the sandbox writes into directories of its machine; see point 3 of the module's description.
 
     Raises:
         Unreadable: the shell does not run the script.
@@ -142,7 +142,7 @@ echo "@@$(wc -c < "$B/places" | tr -d ' ')@@" )
 
 
 def _lines(page: str) -> str:
-    """Lines of a part of a file, each ending in a colon, for shells and hooks cut off trailing blanks."""
+    """Lines of a part of a file; each ends in a colon, because shells and hooks cut off trailing blanks."""
     text = page.replace("\r", "").strip("\n")
     found = "\n".join(line.removeprefix(":") for line in text.split("\n"))
     return found if len(found) >= _PAGE else f"{found}\n"
@@ -196,7 +196,7 @@ done 2>/dev/null <<'@EOF@'"""
 
 
 def remove_outside(places: Sequence[Place], token: str) -> list[str]:
-    """Remove marks that appeared in this machine's own directories; the places."""
+    """Remove marks that appeared in this machine's own directories; return these directories."""
     reached = []
     for place in places:
         for kind in KINDS.values():
@@ -209,7 +209,7 @@ def remove_outside(places: Sequence[Place], token: str) -> list[str]:
 
 @contextlib.contextmanager
 def own_folders() -> Iterator[list[Path]]:
-    """Empty directories of the suite, at places of which a sandbox that shares files shows at least one."""
+    """Context of empty directories of the suite; a sandbox that shares files with the machine shows at least one."""
     with contextlib.ExitStack() as stack:
         folders = []
         for parent in {tempfile.gettempdir(), "/var/tmp", os.path.expanduser("~"), os.getcwd()}:

@@ -2,8 +2,8 @@
 
     cd EMPTY_FOLDER; python3 -q -i ../holder.py VALUE     # its input is a FIFO
 
-1. It shares nothing with the rest of the package, and needs Python 3.8 on Linux. State that cannot be made there is
-   missing from its answers.
+1. It shares nothing with the rest of the package, and needs Python 3.8 on Linux. In the sandbox its file is called
+   ``holder.py``. State that cannot be made there is missing from its answers.
 2. ``report()``, typed into the running Python, writes the answers to the file ``answers``, one line each. Reading
    changes nothing: items taken out of a queue are put back.
 3. It ends by itself after ten minutes, when ``../stopped`` appears, or when its folder is gone.

@@ -3,7 +3,7 @@
 1. A probe's commands run through the environment's own actions, in POSIX shell; where a tool, or a persistent shell, is
    missing, the change does not show and the probe does not apply.
 2. `script` runs many probes in one action: sandboxes may be slow, and episodes short.
-3. Reading uses no patterns of file names, for a probe of the shell's options may have switched them off.
+3. Reading uses no patterns of file names, because a probe of the shell's options may have switched them off.
 4. Nothing outside the directory in which the first command runs is changed, except ``/dev/shm`` and ``$TMPDIR``
    (default: ``/tmp``), there only names that begin with `MARK`; started processes end by themselves within ten minutes.
 5. State of a program (memory, connections, deleted files, locks…) is held by ``process_state.py``, which runs in the
@@ -21,10 +21,10 @@ from typing import Literal
 from sandboxgym.conformance.sandbox_probes import process_state
 
 MARK = "sandboxgym-probe"
-"""The directory of the probes, and the beginning of all other names."""
+"""Name of the directory of the probes, and beginning of all other names."""
 
 Need = Literal["state", "processes", "clock", "rng"]
-"""Declaration under which a probe is judged: none (any snapshot has it), or a flag of `SnapshotSpec`."""
+"""Declaration under which a probe is judged: ``state``, which any snapshot keeps, or a flag of `SnapshotSpec`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +33,10 @@ class Probe:
 
     Attributes:
         name: stable, dotted; the part before the dot is its group.
-        mutate: changes it to the value ``@V@`` (``one`` or ``two``; ``@N@`` is 1 or 2); may be empty.
-        read: prints it.
-        need: what must be declared; None: it is reported and not judged.
-        prepare: runs before the state below the probed one is captured.
+        mutate: command that changes it to the value ``@V@`` (``one`` or ``two``; ``@N@`` is 1 or 2); may be empty.
+        read: command that prints it.
+        need: declaration under which it is judged; None: it is reported and not judged.
+        prepare: command that runs before the snapshot on which the probed one builds.
         changes: True if reading itself changes it, as drawing a random number does.
         shared: True if one environment's change can show in another.
     """
@@ -54,13 +54,13 @@ def _python(code: str) -> str:
     return f"python3 -c '{code}'"
 
 
-# A program of its own: a subshell would hold the shell's saved descriptors, and the sandbox wait for their end.
+# A separate program, because a subshell would keep the shell's saved descriptors open and make the sandbox wait.
 _LOOP = """
 sh -c 'cd "$1"; i=0; while [ $i -lt 3000 ] && ! [ -e stopped ]; do i=$((i+1)); echo $i > @F@.count; sleep 0.1; done' \\
   sh "$B" </dev/null >/dev/null 2>&1 &
 echo $! > "$B/@F@.pid"
 """
-# A killed process whose parent is gone too may stay a zombie, which kill -0 takes for alive.
+# A killed process whose parent is gone may stay a zombie, for which kill -0 succeeds.
 _ALIVE = """
 p=$(cat "$B/@F@.pid" 2>/dev/null); x=$(cat "$B/@F@.count" 2>/dev/null); sleep 0.3
 case $(cut -d")" -f2 "/proc/$p/stat" 2>/dev/null) in " Z"*) p=;; esac
@@ -94,7 +94,7 @@ _HTTP_CLIENT = _python(
     '"127.0.0.1",int(re.search("port (.*?) ",open(sys.argv[1]).read())[1]),timeout=20);'
     'c.request("GET","/page");print(c.getresponse().read().decode())'
 )
-# Its standard output is the log, so that whether it lives is seen by what it holds: numbers may be used again.
+# Its standard output is the log. That identifies the process, whose id may be reused.
 _LOG = """
 python3 -c 'import os,sys,time
 for i in range(1,120001):
@@ -241,7 +241,7 @@ PROBES: tuple[Probe, ...] = (
     Probe("random.kernel", "", "od -An -N8 -tx8 /dev/urandom", need=None, changes=True, shared=False),
     Probe("clock.wall", "", "date +%s.%N", need="clock", shared=False),
     Probe("clock.monotonic", "", "cut -d' ' -f1 /proc/uptime", need="clock", shared=False),
-    # Last: it would change the modes of what other probes make.
+    # Last, because it would change the modes of the files that other probes make.
     Probe("shell.umask", "umask 02@N@", "umask", need="processes"),
 )  # fmt: skip
 
@@ -259,7 +259,7 @@ def start() -> str:
 
 
 def located(command: str) -> str:
-    """Command that finds the directory of the probes for ``$B``, from it or from a directory not too deep below it."""
+    """Prefix ``command`` with a search for the directory of the probes, ``$B``, from it or a directory below it."""
     return f"{_FIND.replace('@M@', MARK)}\n{command}"
 
 
@@ -268,8 +268,8 @@ def script(probes: Iterable[Probe], phase: Phase, token: str) -> str:
 
     Args:
         probes: in order.
-        phase: what to do; ``"one"`` and ``"two"`` are the values to change to.
-        token: unique to the run, for names in directories that others share.
+        phase: the action; ``"one"`` and ``"two"`` are the values to change to.
+        token: text unique to the run, for names in shared directories.
     """
     lines = []
     for probe in probes:

@@ -2,7 +2,8 @@
 
     cd EMPTY_FOLDER; python3 -q -i ../snags.py KIND ARGUMENT…     # its input is a FIFO
 
-1. It shares nothing with the rest of the package, and needs Python 3.8 on Linux.
+1. It shares nothing with the rest of the package, and needs Python 3.8 on Linux. In the sandbox its file is called
+   ``snags.py``.
 2. It writes its process id to the file ``pid``, and ``there`` to the file ``ready``; where the sandbox forbids the
    setup, the reason. ``report()``, typed into the running Python, writes to the file ``answers`` whether the state
    still exists and works.
@@ -81,7 +82,7 @@ def _child(prepare: Callable[[], None]) -> int:
 def _traced() -> Alive:
     pid = _child(lambda: None)
     libc = _libc()
-    # PTRACE_SEIZE, for the child's own request would tie it to the thread that started it.
+    # PTRACE_SEIZE, because PTRACE_TRACEME in the child would tie it to the thread that started it.
     _checked(libc.ptrace(0x4206, pid, None, None))
     return lambda: f"TracerPid:\t{os.getpid()}" in _status(pid)
 

@@ -1,6 +1,6 @@
-"""Sandbox environments in a scene for hostile commands; tells a sandbox's refusals from its accidents.
+"""Sandbox environments for hostile commands, with a distinction between a sandbox's refusals and its accidents.
 
-An error is a sandbox's own if its type is not one of Python's: errors raised on purpose are named and say why.
+An error counts as a refusal if its type is not one of Python's: errors raised on purpose have their own types.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Yard:
         return {} if self.subject.limits is None else self.subject.limits(env)
 
     def refused(self, command: Callable[[], Any]) -> str:
-        """Refusal of a call by an error of a type of its own, as text; empty if it was not refused.
+        """Text of the error by which the sandbox refused a call; empty if it did not refuse.
 
         Raises:
-            Untyped: by an error of any program.
+            Untyped: the error has one of Python's types.
         """
         try:
             command()
@@ -73,7 +73,7 @@ class Yard:
 
 
 class Untyped(Exception):
-    """Error of a type that is none of a sandbox's own."""
+    """The call raised an error of one of Python's types, which is no refusal by the sandbox."""
 
 
 @contextlib.contextmanager

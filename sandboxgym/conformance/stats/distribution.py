@@ -1,7 +1,7 @@
-"""Statistics of a run: futures sampled on both sides, all tests on them, and their common error rate.
+"""Statistics of a run: futures sampled with and without a restore, all tests on them, and their common error rate.
 
-All p-values of a run (of the three statistical checks) go into one procedure of Holm at `tests.ALPHA`. In the live
-design runs are permuted among those with the same past only, if these are many.
+All p-values of a run (of the three statistical checks) go into one Holm procedure at level `tests.ALPHA`. In the live
+design, a run is permuted only with runs of the same past, if there are many of these.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from sandboxgym.conformance.subject import Subject, fork, restore, snapshot
 SHIFTS = {"quick": 0.2, "full": 0.1}
 """Total variation distance that a budget must be able to detect with `tests.POWER`, else INCONCLUSIVE."""
 REPEATS = {"quick": 0.3, "full": 0.15}
-"""Share of repeated sibling pairs that it must be able to detect."""
+"""Share of repeated sibling pairs that a budget must be able to detect."""
 CELLS = 6
-"""Cells for which enough futures are drawn."""
+"""Number of cells for which enough futures are drawn."""
 
 
 @dataclass
@@ -35,7 +35,7 @@ class Study:
     """All statistical results of a run, together because Holm's procedure must see all p-values."""
 
     reason: str = ""
-    """Reason why there is nothing to test."""
+    """Reason why there is nothing to test; empty if there is something."""
     designs: list[str] = field(default_factory=list)
     tests: dict[str, dict[str, st.Comparison]] = field(default_factory=dict)
     """Comparisons by check, then by name."""
@@ -56,7 +56,7 @@ class Study:
 
     @property
     def strictest(self) -> float:
-        """The level of the strictest step."""
+        """Level of the strictest step of Holm's procedure."""
         return st.ALPHA / max(1, sum(map(len, self.tests.values())))
 
 
@@ -265,7 +265,7 @@ def _siblings(subject: Subject, budget: Budget, place: Place) -> dict[str, list[
 def _relate(
     result: Study, families: dict[str, list[list[Future]]], same: list[Future], rng: np.random.Generator, draws: int
 ) -> None:
-    """Test members of families for agreement, in the next transition and in all near ones, and for one distribution."""
+    """Test siblings for independence, in the next transition and in all near ones, and for the right distribution."""
     tests = result.tests.setdefault(SIBLINGS, {})
 
     def alike(name: str, one: list[Future], other: list[Future]) -> None:

@@ -2,10 +2,10 @@
 
 1. Every p-value is a permutation p-value: under the null hypothesis P(p <= a) <= a at any sample size, whatever the
    distribution, also where the draws of permutations stop early (Besag and Clifford 1991).
-2. What is tested (categories, cells, ranks) is decided from the pooled sample only, which permutations leave alone.
+2. Categories, cells and ranks are chosen from the pooled sample only, which permutations do not change.
 3. `holm` controls the probability of any false alarm among all tests of a run.
 4. Power is computed for the least favourable pair of distributions at a given total variation distance, so that
-   "no difference found" is only said where a difference would have been.
+   "no difference" is reported only where a difference would have been found.
 5. Effects come with intervals: `tv_interval` (Clopper, Pearson), `kolmogorov_interval` (Dvoretzky, Kiefer, Wolfowitz).
 
 Total variation distance (TV) is half the L1 distance: the largest difference in the probability of any event.
@@ -26,9 +26,9 @@ ALPHA = 1e-3
 POWER = 0.99
 """Probability with which a shift of the size that a budget promises must be found."""
 STOP = 20
-"""Draws at least as extreme as the observed one after which no more are made."""
+"""Number of permutations at least as extreme as the observed sample after which no more are drawn."""
 ENERGY_ROWS = 250
-"""Rows a side that the energy test uses at most: it needs all pairs."""
+"""Most rows per side in the energy test, which needs all pairs."""
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -43,11 +43,11 @@ class Comparison:
     """Permutation p-value."""
     sizes: tuple[int, int]
     cells: int = 0
-    """Categories that were told apart; 0 where the test has none."""
+    """Number of categories that were compared; 0 if the test has none."""
     effect: tuple[float, float, float] | None = None
     """Estimate, lower and upper limit (95 %) of the distance."""
     distance: str = ""
-    """Unit of the effect."""
+    """Name of the distance whose estimate is the effect."""
 
     def to_json(self) -> dict[str, Any]:
         """The comparison as JSON values, for the evidence."""
@@ -65,7 +65,7 @@ class Comparison:
 
 
 def draws_for(tests: int, alpha: float = ALPHA) -> int:
-    """Permutations with which the smallest p-value passes the strictest of ``tests`` thresholds, with room."""
+    """Number of permutations with which the smallest p-value is well below the strictest of ``tests`` thresholds."""
     return math.ceil(2.5 * max(tests, 1) / alpha)
 
 
@@ -74,11 +74,11 @@ def permutation_p(observed: float, draw: Callable[[int], Floats], draws: int, *,
 
     Args:
         observed: the statistic of the sample as it is.
-        draw: from a number to as many statistics of independently permuted samples.
-        draws: the most permutations to draw.
-        stop: draws end at so many statistics that are at least ``observed``.
+        draw: function from a number to that many statistics of independently permuted samples.
+        draws: most permutations to draw.
+        stop: number of statistics of at least ``observed`` at which drawing stops.
     """
-    bar = observed - 1e-9 * max(1.0, abs(observed))  # ties count against the alternative, rounding or not
+    bar = observed - 1e-9 * max(1.0, abs(observed))  # ties count against the alternative, also after rounding
     extreme = made = 0
     batch = 10 * stop
     while made < draws:
@@ -120,7 +120,7 @@ def nearest(rows: Floats, cells: int, rng: np.random.Generator) -> Ints:
 
 
 def quantiles(values: Floats, cells: int) -> Ints:
-    """Cells of numbers: between quantiles of the pooled sample; equal ones are in one cell, NaN beyond all others."""
+    """Cells of numbers between quantiles of the pooled sample; equal numbers share a cell, NaN follows all others."""
     distinct, codes = np.unique(values, return_inverse=True)
     if len(distinct) <= cells:
         return codes.astype(np.int64)
@@ -131,7 +131,8 @@ def quantiles(values: Floats, cells: int) -> Ints:
 def standardised(rows: Floats) -> Floats:
     """Columns with mean 0 and standard deviation 1; constant ones are 0.
 
-    Infinities become numbers beyond the finite ones of their column, NaN its mean; a column more says where NaN was.
+    Infinities become numbers beyond the finite ones of their column. NaN becomes the column's mean, and an additional
+    column says where it was.
     """
     missing = np.isnan(rows)
     largest = np.abs(np.where(np.isfinite(rows), rows, 0.0)).max(axis=0, initial=0.0)
@@ -431,12 +432,12 @@ def calibrate(
         labels: categories, for `homogeneity`.
         values: numbers, for `ranks` and `energy`.
         rng: of all draws.
-        runs: simulated comparisons.
-        size: rows a side.
-        level: of each test; the third test of a run is Holm's procedure over the three of them.
+        runs: number of simulated comparisons.
+        size: rows per side; `energy` uses a quarter of them.
+        level: level of each of the three tests, and of Holm's procedure over them.
 
     Returns:
-        Rejections of each test, and whether their 99.9 % intervals allow the level.
+        Rejections of each test and of Holm's procedure, and whether their 99.9 % intervals allow the level.
     """
     rejected = {"homogeneity": 0, "ranks": 0, "energy": 0, "any, by Holm": 0}
     for _ in range(runs):

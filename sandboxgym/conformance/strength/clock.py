@@ -1,4 +1,4 @@
-"""The time that trials may take: of the processor, or of the wall where an environment waits."""
+"""The time that trials may take: processor time, or half of the wall time if an environment waits."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 
 
 class Clock:
-    """A limit of seconds, counted from when it was made; of the wall, half count."""
+    """A time limit in seconds from its creation, in processor time or, if that is more, half of the wall time."""
 
     def __init__(self, limit: float, *, waits: bool) -> None:
         self.limit, self.waits = limit, waits

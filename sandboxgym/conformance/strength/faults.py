@@ -35,11 +35,11 @@ class Fault:
 
     @property
     def name(self) -> tuple[str, str]:
-        """Its field and kind, as a trial shows them."""
+        """Field and kind of the fault, as a trial shows them."""
         return self.label, self.kind
 
     def subject(self, subject: Subject) -> Subject:
-        """The environment with this fault, and the control runs of the one without."""
+        """The subject with this fault in its environments, and with the control runs of the subject without it."""
 
         def made() -> AnyEnv:  # has no name by which another process could make it
             return self.put_into(subject.make_env())
@@ -255,7 +255,7 @@ def _stream(stream: str) -> Callable[[AnyEnv, Fault], Callable[[], None]]:
 
 
 def _own_stream(path: str) -> Callable[[AnyEnv, Fault], Callable[[], None]]:
-    """A generator of the environment's own, found by its path, goes on where it is."""
+    """Fault: a restore leaves a generator that is found by its path as it is."""
 
     def around(env: AnyEnv, fault: Fault) -> Callable[[], None]:
         held = generators.find(env, [path]).get(path)

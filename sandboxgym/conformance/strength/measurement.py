@@ -1,4 +1,4 @@
-"""Trials of all faults, those that are most likely to be detected first, until the time is up."""
+"""Trials of all faults, the most easily detected ones first, until the time is up."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ CHECKS = (
     "freshness.render",
     "restore.whole_episode",
 )
-"""Checks that a fault meets, in this order."""
+"""Checks that are run against a fault, in this order."""
 FIRST = {"shared": ("snapshot.immutable",), "stream": ("restore.random_streams",)}
 """Checks most likely to detect a kind of fault; for other kinds `VALUES`."""
 VALUES = ("restore.trace_equality", "freshness.last_info", "restore.after_done", "freshness.observation")
 LIKELY = 4
-"""Checks that a fault meets in the first round over all faults."""
+"""Number of checks that are run against each fault in the first round."""
 SHARE = 0.25
 """Additional time, as a share of the time that the checks took."""
 LEAST_SECONDS = 2.0
@@ -45,12 +45,15 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
     """Put faults into the environment and run the checks that it passed.
 
     Args:
-        subject: that was certified.
-        budget: that of the certificate.
-        results: those of the certificate, by id.
-        seed: that of the certificate.
-        seconds: of the processor, or, of a slow environment, half of those on the wall; what would begin later is
-            left out.
+        subject: the certified subject.
+        budget: budget of the certificate.
+        results: results of the certificate, by id.
+        seed: seed of the certificate.
+        seconds: time limit, after which no check is started: processor seconds, or half of the wall time if the
+            environment is slow. It is doubled if fields are undecided when it has passed.
+
+    Returns:
+        The strength; it has a reason instead of trials if the state cannot be read or no restore check passed.
     """
     passed = [id for id in CHECKS if id in REGISTRY and id in results and results[id].verdict is Verdict.PASS]
     if not any(id.startswith("restore.") for id in passed):
@@ -75,13 +78,13 @@ def measure(subject: Subject, budget: Budget, results: Mapping[str, Result], *, 
         return Strength(reason="its state is out of reach: it is no SnapshotEnv, and no attribute of it changes")
     reasons = _explanations(subject)
     quick = replace(budget, traces=min(budget.traces, 2), seconds=budget.seconds / 4)
-    # Fields first, those last of which it is known that nothing shows them: a field that no check sees takes all of
-    # them, and the time of ten others.
+    # Fields come first, except those that are explained as unobservable: a field that no check sees is run against all
+    # checks, which takes the time of ten others.
     left = sorted(faults, key=lambda fault: (fault.name[0] in reasons, fault.kind != "left out"))
     for among, how in ((LIKELY, quick), (len(passed), quick), (len(passed), budget)):
         undecided: list[Fault] = []
         if clock.over and any(fault.kind == "left out" and fault.name[0] not in reasons for fault in left):
-            clock.limit = max(clock.limit, 2 * seconds)  # a field of which nothing is known is worth it
+            clock.limit = max(clock.limit, 2 * seconds)  # undecided fields are worth more time
         for fault in left:
             first = sorted(passed, key=_likely(fault.kind))
             trial = (

@@ -19,7 +19,7 @@ from sandboxgym.core import SnapshotEnv
 _STREAMS = {"np_random", "_np_random", "_np_random_seed"}
 _SPACES = {"action_space", "observation_space", "_action_space", "_observation_space"}
 _INERT = {"spec", "metadata", "render_mode", "_metadata", "_cached_spec", *_STREAMS, *_SPACES}
-"""Attributes of an environment that are no state, or streams, which have trials of their own."""
+"""Attributes of an environment that hold no state, or hold random streams, which have separate trials."""
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Seen:
     count: int
     runs: list[Control]
     rich: dict[Path, list[int]]
-    """Numbers of control runs, from that in which a field has the most values to that in which it has the fewest."""
+    """Numbers of the control runs, by field; the run in which the field has the most different values comes first."""
     steps: int
     layered: bool
-    """The fields are attributes: there is no ``_capture`` to ask."""
+    """True if the fields are attributes, because the environment has no ``_capture``."""
 
     @property
     def episodes(self) -> int:
@@ -44,7 +44,7 @@ class Seen:
 
     @classmethod
     def of(cls, subject: Subject, budget: Budget, clock: Clock) -> Seen:
-        """Fields of the certificate's recorded control runs, within a third of the time."""
+        """Read the fields in the recorded control runs: in two runs at least, in more within a third of the time."""
         states: list[Any] = []
         held: list[Any] = []
         numbers: list[int] = []
@@ -74,7 +74,7 @@ class Seen:
         return cls(varied, constant, values, len(states), runs, rich, budget.steps, layered)
 
     def first(self, path: Path | None, subject: Subject) -> Subject:
-        """The subject, with its control runs in the order in which they are likely to show a fault of a field."""
+        """The subject, with the control runs first in which the field at ``path`` has the most different values."""
         order = self.rich.get(path, range(len(self.runs))) if path is not None else range(len(self.runs))
         runs = {(index, self.steps): self.runs[number] for index, number in enumerate(order)}
         return replace(subject, declared=subject.capabilities, _controls={**subject._controls, **runs})

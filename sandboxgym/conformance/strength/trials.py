@@ -16,20 +16,20 @@ class Trial:
     """A fault and the result of its trial."""
 
     field: str
-    """Field of the state; or the name of a stream or a wrapper; ``the whole`` for a snapshot one step old."""
+    """Name of the field, the stream or the wrapper; ``the whole`` if the snapshot is one step old."""
     fault: str
-    """``left out``, ``coarser``, ``shared``, ``stale``, ``stream``, ``wrapper``; or ``not captured``, of an attribute
-    that changes in play and that a restore does not bring back: nothing was put in there."""
+    """``left out``, ``coarser``, ``shared``, ``stale``, ``stream``, ``wrapper``; or ``not captured`` for an attribute
+    that changes during play and that a restore does not bring back, into which no fault was put."""
     outcome: str
-    """``caught``, ``unseen``, ``never varied``, ``explained`` (no check saw it, and the environment's metadata
-    say why: ``unobservable``), ``without effect`` or ``not tried``."""
+    """``caught``, ``unseen``, ``never varied``, ``without effect``, ``not tried``, or ``explained``: no check detected
+    it, and ``unobservable`` in the environment's metadata says why."""
     note: str
     """The check that detected it, or the reason why none did."""
 
 
 @dataclass(frozen=True)
 class Strength:
-    """Faults that a certificate would have caught."""
+    """Result of all trials: which faults a certificate would have caught."""
 
     trials: tuple[Trial, ...] = ()
     reason: str = ""

@@ -1,11 +1,13 @@
-"""Clocks that other programs' load does not change: processor time, and wall time without waits for a processor.
+"""Clocks that the load of other programs hardly changes: processor time, and wall time without waits for a processor.
 
-1. A thread that waited for a processor is no slow environment. The kernel counts that wait
-   (``/proc/thread-self/schedstat``); it is subtracted from every time here.
-2. Other waits (for a child, a container, a disk) include waits for processors as those of this thread do: they count
-   with the share of the requested time that this thread got.
-3. Where another process is waited for, time counts by the share that one process more gets (`fair_share`).
-4. The functions are bound when this module is imported: checks that move the clocks of `time` do not move these.
+1. A thread that waits for a processor does not make an environment slow. The kernel counts that wait
+   (``/proc/thread-self/schedstat``), and `Stopwatch.elapsed` and `timed` subtract it.
+2. Other waits (for a child, a container, a disk) include waits for a processor too. They are multiplied by the share of
+   its runnable time in which this thread ran.
+3. While another process is waited for, time is multiplied by the share of a processor that one more process gets
+   (`fair_share`).
+4. The clock functions are bound when this module is imported, so that checks that change the clocks of `time` do not
+   change these.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from time import perf_counter, process_time, thread_time
 from typing import Any
 
 LEAST_SHARE = 0.05
-"""The smallest share of its time that a thread is taken to have got, so that pure waiting ends too."""
+"""Smallest value of a share, so that a limit also ends a thread that gets almost no processor time."""
 _SETTLED = 0.02
 """Runnable seconds of a thread before its share is meaningful."""
 
@@ -65,14 +67,14 @@ class Stopwatch:
         return min(wall, own + waited * self.share)
 
     def spent(self, limit: float) -> bool:
-        """True if a limit is used up, by the processor or, where waiting counts half, on the undisturbed wall clock."""
+        """True if ``limit`` seconds of processor time, or twice as many of `elapsed` time, have passed."""
         if self.busy > limit:
             return True
         return perf_counter() - self._wall > 2 * limit and self.elapsed > 2 * limit
 
 
 def fair_share() -> float:
-    """Fraction of a processor that one more process gets now, by the number of those that want one; 1 if unknown."""
+    """Fraction of a processor that one more process gets, by the number of runnable ones; 1 if that is unknown."""
     try:
         running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
     except (OSError, IndexError, ValueError):

@@ -42,12 +42,12 @@ def resident() -> int:
 
 
 def descendants(pid: int) -> set[int]:
-    """Children of a process and their descendants; zombies too, for somebody must wait for them."""
+    """Children of a process and their descendants, including zombies, which somebody must wait for."""
     return proc.descendants(pid)
 
 
 def marked(name: str, value: str) -> set[int]:
-    """Processes with an environment variable; it is inherited by what they start."""
+    """Processes with this value of an environment variable, which the processes that they start inherit."""
     wanted = f"{name}={value}".encode()
     found = set()
     if PROC.is_dir():
@@ -95,11 +95,11 @@ def containers() -> set[str] | None:
 
 
 def until(condition: Callable[[], bool], seconds: float) -> bool:
-    """True if a condition becomes true within some seconds, which pass more slowly while other programs run."""
+    """True if a condition becomes true within ``seconds``, or later if other programs use the processors."""
     left, last = seconds, perf_counter()
     while not condition():
         now = perf_counter()
-        left -= (now - last) * clock.fair_share()  # what is waited for gets as much of the processors as anybody
+        left -= (now - last) * clock.fair_share()  # the awaited process gets a fair share of the processors
         last = now
         if left < 0:
             return False

@@ -1,6 +1,6 @@
 """A shared counter of an environment's calls, by which a watching process sees a call that never returns.
 
-Nothing happens unless `share` was called: it takes a file that both have open.
+Nothing is counted unless `share` was called with a file that both processes have open.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _count = 0
 
 
 def share(descriptor: int) -> None:
-    """Count in the first bytes of an open file, of at least one page."""
+    """Count in the first bytes of an open file, which has at least one page of memory."""
     global _page
     _page = mmap.mmap(descriptor, mmap.PAGESIZE)
 
@@ -33,7 +33,7 @@ def beat() -> None:
 
 
 def weigh(take: Callable[[], T]) -> T:
-    """Take a snapshot, and record the growth of memory if it is the largest so far."""
+    """Call ``take``, which takes a snapshot, and record the growth of memory if it is the largest so far."""
     if _page is None:
         return take()
     before = processes.resident()

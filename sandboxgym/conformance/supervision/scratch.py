@@ -29,7 +29,7 @@ _recorded: set[str] = set()
 
 
 def use(run: Path) -> None:
-    """Assign folders of this process to a run directory, which another process may own."""
+    """Assign later folders of this process to a run directory, which another process may own."""
     global _run
     _run = run
     _recorded.clear()
@@ -76,7 +76,7 @@ def _announced(directory: str) -> str:
             use(run_directories.claim(KIND).absolute())
             assert _run is not None
         prefix = _prefix(_run)
-        # Folders in a folder go with it. A record would be a file made elsewhere than in TMPDIR, which checks look for.
+        # A folder in another one is removed with it. A record would be a file outside TMPDIR, which checks look for.
         if directory not in _recorded and prefix not in directory:
             record = hashlib.sha256(os.fsencode(directory)).hexdigest()[:16]
             (_run / f"{_IN}{record}").write_bytes(os.fsencode(directory))

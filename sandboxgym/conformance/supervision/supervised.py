@@ -1,11 +1,13 @@
-"""Runs of the suite in a watched process, so that no environment can end, stop or flood a run.
+"""Runs of the suite in a watched process, so that no environment can end, hang or flood a run.
 
-1. The child is the same command in a new interpreter. It reports each check over a pipe; the report is made here from
-   these messages. When it ends too early, that becomes the finding of the current check, with the traceback that
-   Python's `faulthandler` wrote, and a new child continues with the next check; after `DEATHS` the others are skipped.
-2. It is ended when nothing moves (`pulse`) for `Limits.call` seconds, in which waiting for a processor counts half;
-   when it and its own processes hold more memory than `Limits.memory`; when it printed more than `Limits.output`.
-3. Too much memory is INCONCLUSIVE, for many large snapshots are not wrong; the other reasons are a FAIL.
+1. The child is the same command in a new interpreter. It reports each check over a pipe, and the report is made here
+   from these messages. If it ends too early, that becomes the result of the current check, with the traceback that
+   Python's `faulthandler` wrote. A new child continues with the next check; after `DEATHS` children the remaining
+   checks are skipped.
+2. The child is ended if no call is made or returns (`pulse`) for `Limits.call` seconds, in which waiting for a
+   processor counts half; if it and its own processes hold more memory than `Limits.memory`; or if it printed more than
+   `Limits.output`.
+3. Too much memory is INCONCLUSIVE, because many large snapshots are not wrong; the other reasons are a FAIL.
 4. The environment's output goes to standard error, its first `SHOWN` bytes; standard input is empty.
 """
 
@@ -43,7 +45,7 @@ from sandboxgym.system.proc import started
 VARIABLE = "SANDBOXGYM_CONFORMANCE_WATCHED"
 """Environment variable with the child's descriptors; the child removes it."""
 DEATHS = 3
-"""Children that may end too early, for one way of making the environment."""
+"""Number of children that end too early, for one way of making the environment, after which checks are skipped."""
 SHOWN = 1 << 18
 """Bytes of output that are passed on."""
 TICK = 0.25
@@ -59,9 +61,9 @@ class Limits:
     """Resource limits of a run.
 
     Attributes:
-        call: seconds in which some call on the environment must be made or return.
-        memory: bytes of the run's processes together; default: half of what is available.
-        output: bytes that may be printed.
+        call: seconds within which some call on the environment must be made or return.
+        memory: most bytes that the processes of the run hold together; default: half of the available memory.
+        output: most bytes that may be printed.
     """
 
     call: float = 300.0
@@ -78,7 +80,7 @@ class _Way:
     report: Report | None = None
     deaths: int = 0
     extras: bool = True
-    """True to shorten scripts and measure the strength: not again where that ended the interpreter."""
+    """True to shorten scripts and measure the strength; False after that ended a child."""
 
 
 # In the child.
@@ -177,15 +179,15 @@ def supervise(
     limits: Limits | None = None,
     listener: Listener | None = None,
 ) -> Report:
-    """Run the command with these arguments in children; its report.
+    """Run the conformance command in watched children; return its report.
 
     Args:
-        arguments: of ``python -m sandboxgym.conformance``.
-        ways: in how many ways the environment is made (side by side).
-        checks: that will run, in order.
-        name: of the environment, for a report of one that cannot even be made.
-        limits: of the run.
-        listener: is told of each check.
+        arguments: arguments of ``python -m sandboxgym.conformance``.
+        ways: number of ways in which the environment is made (1, and one for each ``--beside``).
+        checks: the checks that will run, in order.
+        name: name of the environment, for the report if it cannot be made.
+        limits: resource limits of the run.
+        listener: called before and after each check.
 
     Raises:
         Unusable: the environment cannot be made, or an argument is wrong.
@@ -203,7 +205,7 @@ def supervise(
                 child.end()
             if finding is None:
                 break
-            with contextlib.suppress(OSError):  # what cannot be removed yet is tried again in the end
+            with contextlib.suppress(OSError):  # what cannot be removed yet is tried again at the end
                 scratch.clear(run)
             run_directories.reap()  # its environments' own: sandboxes, browsers
             way = known[child.way]
@@ -229,7 +231,7 @@ def _run_directory() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _terminable() -> Iterator[None]:
-    """Make SIGTERM an exit with cleanup: else the child would continue, and a hanging environment for ever."""
+    """Make SIGTERM an exit with cleanup; otherwise the child would continue, for ever if its environment hangs."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -342,10 +344,10 @@ class _Child:
         os.set_blocking(self.output, False)
 
     def watch(self) -> _Finding | None:
-        """Follow the child to its end; the reason of an early end, or None if it reported everything.
+        """Follow the child to its end; return why it ended early, or None if it reported everything.
 
         Raises:
-            Unusable: it said so.
+            Unusable: the child reported that nothing can be certified.
         """
         beats, still, last = -1, 0.0, time.monotonic()
         delay = self.delay()
@@ -354,7 +356,7 @@ class _Child:
             for descriptor in ready:
                 self.read(descriptor)
             now = time.monotonic()
-            passed, last = min(now - last, 4 * TICK), now  # a machine that slept is no environment that hung
+            passed, last = min(now - last, 4 * TICK), now  # a suspended machine is not a hanging environment
             self.look()
             count, waited = pulse.read(self.page), self.delay()
             # Half of the wait for a processor counts, so that a call that never returns ends on a busy machine too.
@@ -465,7 +467,7 @@ class _Child:
         return _Finding(f"{text}; it was in {place}" if place else text, verdict, evidence)
 
     def wait(self, seconds: float) -> None:
-        """Wait for the child's end, and read its output meanwhile: else a full pipe would block it."""
+        """Wait for the child's end and read its output meanwhile, because a full pipe would block it."""
         end = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < end:
             for descriptor in select.select([self.messages, self.output], [], [], TICK)[0]:
@@ -501,7 +503,7 @@ def _signal(number: int) -> str:
 
 
 def _place(trace: str) -> str:
-    """Innermost call of the relevant thread, of the environment rather than of Python's library, if recorded."""
+    """Innermost recorded call of the relevant thread, in the environment's code rather than in Python's library."""
     threads = re.split(r"^(?=Current thread|Thread)", trace, flags=re.MULTILINE)
     chosen = [text for text in threads if "conformance" in text] or threads[1:]
     calls = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', chosen[0]) if chosen else []

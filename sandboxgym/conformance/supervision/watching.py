@@ -1,9 +1,8 @@
 """Effects of this process on the machine: files made, programs started, containers requested.
 
-1. They are observed by the interpreter's audit events, without counting everything in the machine's folders. Files that
-   child processes make elsewhere than in ``TMPDIR`` are not seen here.
-2. An audit hook stays for the life of the process; it checks the name of an event and returns unless something is being
-   watched.
+1. They are observed through the interpreter's audit events, so that nobody has to count everything in the machine's
+   folders. Files that child processes make outside ``TMPDIR`` are not seen here.
+2. An audit hook cannot be removed from a process; it returns after one test unless something is being watched.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ class Doings:
     """Effects observed since the watch began.
 
     Attributes:
-        apart: a folder in which files may be made; they are not noted.
-        paths: files and folders that this process made, or wrote to with the wish to make them.
+        apart: a folder in which files may be made; these are not recorded.
+        paths: files and folders that this process made, or opened in a mode that can make them.
         children: programs and processes that it started.
         containers: True if it spoke to the socket of a container daemon.
     """
@@ -39,7 +38,7 @@ class Doings:
     containers: bool = False
 
     def remaining(self) -> set[str]:
-        """Those of the paths that still exist; the others are forgotten."""
+        """Remove from `paths` those that no longer exist; return the others."""
         self.paths = {path for path in self.paths if os.path.lexists(path)}
         return set(self.paths)
 
@@ -72,7 +71,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if not _watches or not (event == "open" or event in _TARGETS or event in _STARTS or event.startswith("socket.")):
         return
     for doings in _watches:
-        with contextlib.suppress(Exception):  # nothing here may disturb what is watched
+        with contextlib.suppress(Exception):  # an error here must not disturb the watched code
             doings._note(event, arguments)
 
 

@@ -1,8 +1,8 @@
 """Level 3: with random futures, a restore changes no probability, and seeded siblings are independent.
 
-Where the random streams are captured, futures couple exactly (`stochastic.coupled`); statistics are needed to show that
-a *seed* given to ``restore`` or ``fork`` gives a fresh draw from the right distribution, and for environments whose
-randomness nobody captures. `continuations` draws the samples, `distribution` compares them.
+If the random streams are captured, futures are compared exactly (`stochastic.coupled`). Statistics are needed to show
+that a *seed* given to ``restore`` or ``fork`` gives a new draw from the right distribution, and for environments whose
+randomness is not captured. `continuations` draws the samples, `distribution` compares them.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def _powerful(subject: Subject, found: Study, tests: dict[str, st.Comparison], e
 
 
 def _weak(subject: Subject, reason: str, evidence: dict[str, Any]) -> NoReturn:
-    """Message for too few futures: with captured streams, seeds are left to exact coupling, which needs no sample."""
+    """Raise for too few futures: a skip if streams are captured, because exact checks cover them; else inconclusive."""
     if subject.capabilities.rng and not subject.noise.startswith("two runs"):
         raise Skipped(f"{reason}; that streams are exact is for stochastic.coupled and streams.*, without a sample")
     raise Inconclusive(reason, evidence)

@@ -1,7 +1,7 @@
 """Level 3: random streams compared bit by bit: every generator that an environment's attributes lead to.
 
-`generators` finds them. A difference is a fault only where the stream affects the outcomes: the stream gets other bits
-in an environment of its own, and the future must then change. Streams without an effect are listed in the evidence.
+`generators` finds them. A difference is a fault only if the stream affects the outcomes: in a separate environment the
+stream gets other bits, and the future must then change. Streams without an effect are listed in the evidence.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from sandboxgym.conformance.harness.scenario import Scene, first_difference, ope
 from sandboxgym.conformance.subject import AnyEnv, Control, Subject, restore, snapshot
 
 TRIALS = 24
-"""Other bits that a stream is given before it is taken to have no effect."""
+"""Number of times that a stream gets other bits before it counts as having no effect."""
 SEEDS = 256
-"""Seeds whose streams are compared with each other: those that are reduced modulo 300 repeat with probability 1."""
+"""Number of seeds whose streams are compared: if seeds were reduced modulo 300, some would almost surely repeat."""
 LARGE = (2**33 + 7, 2**40 + 2**33 + 11, 2**62 + 13)
 """Seeds beyond 32 bits; an environment may refuse them."""
 

@@ -1,4 +1,4 @@
-"""Level 2: actions that are tried ahead are answered as steps are, and the episode knows nothing of it."""
+"""Level 2: look-ahead on an action gives the outcome of its step, and leaves the episode unchanged."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _outcome(scene: Scene, env: AnyEnv, answer: tuple[Any, ...]) -> Outcome:
     observation, reward, terminated, truncated, info = answer
     try:
         float(reward)
-    except (TypeError, ValueError):  # a vector of several aims: a `Transition` has no place for it
+    except (TypeError, ValueError):  # a vector of several objectives does not fit a `Transition`
         raise Skipped(f"look-ahead answers with rewards that are numbers, and one is {reward!r:.80}") from None
     return scene.subject.outcome(env, observation, float(reward), bool(terminated), bool(truncated), info)._replace(
         state=None  # that of an environment that stepped is another one

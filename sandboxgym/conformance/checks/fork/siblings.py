@@ -18,7 +18,7 @@ from sandboxgym.conformance.subject import AnyEnv, Control, Subject
 from sandboxgym.conformance.supervision.clock import Stopwatch
 
 HELD = 2**30
-"""Bytes that a crowd's states and snapshots may take together."""
+"""Most bytes that the states and snapshots of a crowd may take together."""
 CROWD = 64
 """Children that are alive at once and all act."""
 

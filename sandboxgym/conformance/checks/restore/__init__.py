@@ -1,4 +1,4 @@
-"""Level 1: after ``restore`` the future equals the uninterrupted one, for every way to the restore."""
+"""Level 1: after ``restore`` the future equals the uninterrupted one, whatever happened before the restore."""
 
 from __future__ import annotations
 

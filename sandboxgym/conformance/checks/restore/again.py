@@ -1,4 +1,4 @@
-"""The actions of an uninterrupted run again, after restores of every kind: the future is the same."""
+"""Level 1: after restores of every kind, the actions of an uninterrupted run have the same outcomes."""
 
 from __future__ import annotations
 

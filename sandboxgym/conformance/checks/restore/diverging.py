@@ -1,4 +1,4 @@
-"""Other actions after a restore than those of the run that took the snapshot: what a tree does."""
+"""Level 1: after a restore, other actions than those of the run that took the snapshot, as in a tree search."""
 
 from __future__ import annotations
 

@@ -22,9 +22,9 @@ from sandboxgym.conformance.supervision import processes
 HELD = {"quick": 3000, "full": 10_000}
 """Snapshots held at once, by budget."""
 ROOM = 2**28
-"""Bytes by which the process may grow before no more are taken."""
+"""Bytes of growth of the process after which no more snapshots are taken."""
 OLDEST, DRAWN = 4, 24
-"""Numbers of restored snapshots: the oldest, and others."""
+"""Numbers of snapshots that are restored: the oldest ones, and others drawn at random."""
 FOLLOWED = 4
 """Calls compared after each of these restores."""
 

@@ -1,4 +1,4 @@
-"""Sources of snapshots that live and move while their snapshots are restored."""
+"""Level 1: sources of snapshots that stay open and move on while their snapshots are restored."""
 
 from __future__ import annotations
 

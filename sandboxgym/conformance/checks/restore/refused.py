@@ -1,4 +1,4 @@
-"""Restores that raise: the environment continues as if they had not been tried."""
+"""Level 1: after a restore that raises, the environment continues as if it had not been tried."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from sandboxgym.conformance.harness.scenario import Scene, streams
 from sandboxgym.conformance.subject import AnyEnv, Control, Subject, methods, restore
 
 SEEDS: tuple[Any, ...] = (-1, "seven", 1.5, [], b"7")
-"""Values that are no seeds."""
+"""Values that are not valid seeds."""
 FOLLOWED = 2
 """Calls compared after each refusal."""
 

@@ -1,4 +1,4 @@
-"""Random streams after restores without a seed and with one."""
+"""Level 1: random streams after restores without a seed and with one."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
 
 
 def _again(scene: Scene, env: AnyEnv, snap: Any, ops: Sequence[Op], budget: Budget) -> int:
-    """Restore with one seed hundreds of times; the number."""
+    """Restore with one seed hundreds of times; return the number of restores."""
     first: list[Outcome] = []
     for index in budget.spending(budget.repeats, seconds=budget.seconds / 2, at_least=10):
         with scene.iteration(index):

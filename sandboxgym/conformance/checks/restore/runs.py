@@ -80,7 +80,7 @@ def perturbed(scene: Scene, rng: np.random.Generator) -> Iterator[None]:
 
 
 def finds(trials: int) -> dict[str, Any]:
-    """The smallest rate of faults that so many trials would have found with probability 0.999."""
+    """Smallest rate of faults that ``trials`` trials find with probability 0.999, for the evidence."""
     return {"would find (99.9 %) a fault in": f"1 of {max(1, int(1 / (1 - 0.001 ** (1 / max(1, trials)))))}"}
 
 
@@ -90,7 +90,7 @@ def own_future(scene: Scene, env: AnyEnv, control: Control) -> Walk:
 
 
 def same_streams(scene: Scene, expected: dict[str, Any], found: dict[str, Any], when: str) -> None:
-    """Fail where a random stream is another one."""
+    """Fail if a random stream differs from the expected one."""
     for name, bits in expected.items():
         if bits is not None and found.get(name) != bits:
             text = difference(bits, found.get(name)) or ""

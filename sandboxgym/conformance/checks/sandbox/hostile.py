@@ -1,8 +1,8 @@
 """Level 4: promises specific to sandboxes, tested with commands that try to break them.
 
-No known hole is used to leave the sandbox: the commands are those that an agent may run by accident or for a reward.
-They are defined in ``places.py`` and ``attacks.py``, limits in ``hostile_limits.py``. Every attack is bounded, and is
-cleared away afterwards.
+The commands use no known security hole; they are commands that an agent may run by accident or for a reward. They are
+defined in ``places.py`` and ``attacks.py``; checks of limits are in ``hostile_limits.py``. Every attack is bounded, and
+its remains are removed afterwards.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from sandboxgym.system import run_directories
 _AFTER = ("api.protocol",)
 _SHOWN = 40
 _DEEPEST, _ENTRIES = 9, 50_000
-"""Levels and entries searched for leftovers."""
+"""Most levels and entries that are searched for leftovers."""
 _PATIENCE = 10.0
-"""Seconds in which another process may clear them."""
+"""Seconds within which another process may clear leftovers."""
 
 
 # Places.
@@ -126,7 +126,7 @@ def _places_told(rows: Sequence[Row], shared: bool) -> dict[str, Any]:
 
 
 def _followed(yard: Yard, rows: Sequence[Row], env: AnyEnv, alive: list[AnyEnv]) -> None:
-    """Make all marks, and find where each of them shows. ``env`` has those from before the snapshot."""
+    """Make all marks and find where each of them shows; ``env`` has the marks from before the snapshot."""
     scene, token, found = yard.scene, yard.token, [row.place for row in rows]
 
     def look(who: AnyEnv, words: str, expected: str = "") -> None:
@@ -227,7 +227,7 @@ _NODES = """for f in $nodes; do
   { [ -h "$f" ] || [ -d "$f" ] || [ -b "$f" ] || ! [ -e "$f" ]; } && continue
 """
 _ALL, _ONE = "/dev/* $(cut -d' ' -f5 /proc/self/mountinfo)", "/dev/full"
-"""Nodes that are tried; where a sandbox isolates no files they are the machine's, and one that nobody needs will do."""
+"""Device nodes that are tried: all, or one harmless one if the sandbox isolates no files and they are the machine's."""
 
 
 def _outside() -> dict[str, tuple[int, int, int]]:

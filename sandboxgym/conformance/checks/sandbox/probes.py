@@ -187,7 +187,7 @@ def _declared(subject: Subject, probe: Probe) -> bool:
 
 
 def measure(session: Session, chosen: Sequence[Probe] = PROBES) -> list[Row]:
-    """Results of all pieces of hidden state, in environments made for them."""
+    """Measure all pieces of hidden state, in environments made for this; return a row for each probe."""
     subject, scene = session.subject, session.scene
     env = scene.make()
     scene.reset(env, seed=1, options=subject.options(0))
@@ -217,7 +217,7 @@ def measure(session: Session, chosen: Sequence[Probe] = PROBES) -> list[Row]:
     for probe in probes:
         expected = after_snapshot if probe.changes else before
         if probe.mutate and not probe.changes and changed.get(probe.name) == before[probe.name]:
-            continue  # the second change shows nothing, so an undone one could not be told from a kept one
+            continue  # the second change does not show, so a change that was undone would look like one that was kept
         _place(rows[probe.name], "restored", expected, restored, elapsed)
     _elsewhere(session, rows, probes, snap, before, after_snapshot, taken)
     scene.drop(below)

@@ -19,7 +19,7 @@ from sandboxgym.conformance.supervision.clock import Stopwatch
 AFTER_END = 2
 """Steps that a control run takes after the end of its first episode."""
 NEXT_EPISODE = 4
-"""Steps that it takes in the second one, reset without a seed: draws made only by ``reset`` show here."""
+"""Steps of the second episode, which is reset without a seed so that draws made only by ``reset`` show."""
 
 
 def control_seed(subject: Subject, index: int) -> int:
@@ -31,10 +31,10 @@ def record(subject: Subject, index: int, steps: int, planned: Sequence[Any] = ()
     """Record the ``index``-th control run, at most ``steps`` steps per episode, and replay it.
 
     Args:
-        subject: to record.
-        index: decides the seed, the reset options, and how actions are chosen.
-        steps: of the first episode at most.
-        planned: its first actions, where they are not chosen on the way.
+        subject: the subject to record.
+        index: number of the run, which decides the seed, the reset options, and how actions are chosen.
+        steps: most steps of the first episode.
+        planned: its first actions; the others are chosen during the run.
     """
     seed = control_seed(subject, index)
     on_policy = index % 2 == 0
@@ -74,7 +74,7 @@ def record(subject: Subject, index: int, steps: int, planned: Sequence[Any] = ()
         episode(Op("reset", (None, following)), NEXT_EPISODE)
     first, watch = watch.elapsed, Stopwatch()
     again = replay(subject, seed, ops)
-    seconds = min(first, watch.elapsed)  # the less disturbed of two
+    seconds = min(first, watch.elapsed)  # the run that other programs disturbed less
     differs = first_difference(outcomes, again)
     how = "found by search" if planned else "on-policy" if on_policy else "off-policy"
     name = f"seed {seed}, {how}, {len(ops)} calls"
@@ -89,7 +89,7 @@ def choose(
     rng: np.random.Generator,
     on_policy: bool,
 ) -> Any:
-    """Choose an action: the action source's, or, off-policy, every second time a sample of the action space."""
+    """Choose an action: from the action source or, off-policy and with probability 0.5, from the action space."""
     if not on_policy and rng.random() < 0.5:
         return space.sample()
     if subject.actions is not None:

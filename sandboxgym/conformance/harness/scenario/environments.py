@@ -37,5 +37,5 @@ def quiet() -> Iterator[None]:
 
 
 def release(snap: Any) -> None:
-    """Release a snapshot, where it can be."""
+    """Release a snapshot, if it has a ``release``."""
     getattr(snap, "release", lambda: None)()

@@ -32,7 +32,7 @@ class Walk:
     """The control's outcomes where it is repeatable, else this run's own."""
 
     end: int
-    """Number of comparable calls: without captured streams only those before the next episode starts."""
+    """Number of comparable calls; if streams are not captured, those before the next episode starts."""
 
     @property
     def points(self) -> list[int]:
@@ -144,7 +144,7 @@ class Scene:
         return snap
 
     def adopt(self, snap: Any, expression: str) -> Any:
-        """Take over a snapshot made otherwise, by loading for example."""
+        """Take over a snapshot that was made in another way, such as by loading; ``expression`` is its source."""
         name = f"snap{self._taken}"
         self.lines.append(f"{name} = {expression}")
         self._hold(snap, name)
@@ -201,13 +201,13 @@ class Scene:
                 release(snap)
 
     def forget(self, env: AnyEnv) -> None:
-        """Close an environment and drop it, so that thousands can follow each other."""
+        """Close an environment and drop all references to it, so that thousands can be made in turn."""
         self.close(env)
         self._envs.pop(id(env))
         self._closed.discard(id(env))
 
     def drop(self, snap: Any, *, released: bool = True) -> None:
-        """Release a snapshot, or leave that to garbage collection, and drop it; of one taken twice, only a name."""
+        """Drop a snapshot, after releasing it if ``released``; of a handle that was taken twice, drop only one name."""
         if earlier := self._earlier.get(id(snap)):
             self._snaps[id(snap)] = (snap, earlier.pop())
             return
@@ -224,7 +224,7 @@ class Scene:
 
     @contextlib.contextmanager
     def iteration(self, index: int) -> Iterator[None]:
-        """Context of one of many equal iterations, from 0: those that passed become one loop in the script."""
+        """Context of iteration ``index`` (from 0) of equal ones; those that passed become one loop in the script."""
         if index == 0:
             self._loop = len(self.lines)
         mark = self._loop + bool(index)
@@ -237,7 +237,7 @@ class Scene:
 
     @contextlib.contextmanager
     def _calling(self, call: str) -> Iterator[None]:
-        """Context of a call that may raise: then the script and the message name it."""
+        """Context of a call that may raise; if it does, the script and the message name it."""
         self._pending = call
         yield
         self._pending = ""
@@ -259,9 +259,13 @@ class Scene:
     def walk(
         self, control: Control, points: Iterable[int], *, seed_spaces: bool = False, until: int | None = None
     ) -> Walk:
-        """Play a control run with snapshots after the given numbers of calls, the spaces seeded before each or not.
+        """Play a control run and take snapshots on the way.
 
-        ``until`` is the number of calls after which it stops, in a run that is repeatable.
+        Args:
+            control: the run to play.
+            points: numbers of calls after which snapshots are taken.
+            seed_spaces: seed the spaces before each snapshot.
+            until: number of calls after which to stop, if the run is repeatable.
         """
         wanted = set(points)
         last = len(control.ops) if until is None else until
@@ -282,7 +286,7 @@ class Scene:
         return control.outcomes if control.repeatable else outcomes
 
     def alone(self, control: Control, point: int, suffix: Sequence[Op]) -> Walk:
-        """Outcomes of a control's calls up to ``point`` and then others, in a new environment; no snapshots."""
+        """Play a control's calls up to ``point`` and then ``suffix``, in a new environment without snapshots."""
         env = self.start(control)
         ops = (*control.ops[:point], *suffix)
         outcomes = self.play(env, ops)
@@ -292,14 +296,17 @@ class Scene:
         return Walk(env, other, {}, outcomes, outcomes, len(ops))
 
     def followed(self, control: Control, following: Control, calls: int | None = None) -> Walk:
-        """Outcomes of a control run, or its first ``calls``, and then of another one's first episode; no snapshots."""
+        """Play a control run, or its first ``calls``, and then the first episode of another one, without snapshots."""
         return self.alone(control, len(control.ops) if calls is None else calls, following.ops[: following.last])
 
     def expect(self, env: AnyEnv, walk: Walk, point: int, what: str, *, calls: int | None = None) -> int:
         """Play the control run's calls from ``point`` on; fail where the outcomes differ from the expected ones.
 
         Returns:
-            How many calls were compared.
+            The number of calls that were compared.
+
+        Raises:
+            Failed: an outcome differs.
         """
         end = walk.end if calls is None else min(point + calls, walk.end)
         for index in range(point, end):
@@ -309,7 +316,7 @@ class Scene:
         return end - point
 
     def expect_raw(self, env: AnyEnv, walk: Walk, index: int, what: str) -> tuple[tuple[Any, ...], Outcome] | None:
-        """Outcome of one call that must be as expected, see `expect`: raw and canonical (None if it raised)."""
+        """Perform one call, which must give the expected outcome; return it raw and canonical (None if it raised)."""
         op = walk.control.ops[index]
         self._write_op(env, op)
         found, raw = self.subject.call(env, op)
@@ -327,7 +334,7 @@ class Scene:
         found = self.subject.outcome(env, result[0], 0.0, False, False, result[1])
         found = found._replace(reward=expected.reward, terminated=expected.terminated, truncated=expected.truncated)
         if self.subject.normalize is not None and expected.info is None:
-            return  # the normaliser gives something of its own, of which reward and flags are part
+            return  # the normaliser returns another type, which includes the reward and the flags
         if found != expected:
             self.fail(f"{what}: {outcome_difference(expected, found)}", {"snapshot after calls": point})
 

@@ -15,7 +15,7 @@ from sandboxgym.conformance.subject import AnyEnv, layers
 
 
 def renew_streams(env: AnyEnv, seed: int) -> None:
-    """Give fresh bits to ``np_random`` and every other generator that the environment leads to, not to spaces.
+    """Reseed ``np_random`` and every other generator that the environment leads to, except those of its spaces.
 
     Raises:
         AttributeError, TypeError: ``np_random`` cannot be replaced, and no generator was found.
