@@ -96,12 +96,7 @@ PYTHONPATH=conformance certify ale-breakout ale_states:breakout # needs ale-py
     echo 'The copy backend of SWE-bench isolates nothing and says so. Its one failure is that siblings see each other'"'"'s processes and `/dev/shm`.'
     echo '"Emulator states" is Atari with `clone_state` and `restore_state` (`conformance/ale_states.py`), which do not restore everything: most checks of restores fail.'
     echo
-    echo 'The suite is named by a digest of its modules that decide on verdicts. After c26c0bf3 and 83c1970b more of what the checks'
-    echo 'do is drawn, and `fork.look_ahead` came; after 357f130b two checks leave out hidden state and streams that are not'
-    echo 'declared captured, and memory of other programs is not counted; after 58ddbc0e the printed counterexamples differ; after'
-    echo 'c3c8fb87 arguments of factories are changed from the command line too, and saved snapshots are loaded by new processes.'
-    echo '"Before 2026-11-24" is the suite without the checks of trees, live sources, coverage, streams, digests, crowds of forks,'
-    echo 'deep copies and savers that have gone.'
+    echo 'The suite is named by a digest of its modules that decide on verdicts.'
     echo
     echo "| environment | result | suite | |"
     echo "|---|---|---|---|"

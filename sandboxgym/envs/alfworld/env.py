@@ -82,8 +82,8 @@ class ALFWorldEnv(TaskEnv[str, str]):
     ``move mug 1 to shelf 1`` (games of 2022 and before: ``put mug 1 in/on shelf 1``), ``clean mug 1 with sinkbasin 1``,
     ``heat … with microwave 1``, ``cool … with fridge 1``, ``use desklamp 1``, ``examine …``, ``look``,
     ``inventory``, ``help``. It must be one of ``info["admissible_commands"]`` exactly; anything else prints
-    ``Nothing happens.`` and changes nothing. With ``aliases=True`` a game takes the other verb for placing, too
-    (``put … in/on …`` for ``move … to …`` and the reverse).
+    ``Nothing happens.`` and changes nothing. With ``aliases=True`` a game also accepts the other verb for placing
+    (``put … in/on …`` for ``move … to …``, and the reverse).
 
     ## Observation Space
     A string: the output of the game. The first one describes the room and states the task.
@@ -101,8 +101,8 @@ class ALFWorldEnv(TaskEnv[str, str]):
 
     ## Information
     ``admissible_commands`` (sorted list), ``success`` and ``won``, ``task_id``, ``gamefile``, ``task_type``,
-    ``progress_key`` (see ``progress``), ``features`` (see ``features``), ``state_hash`` (equal if and only if the
-    game and its state are), ``valid_action`` (the command was admissible, or an alias of an admissible one), ``moves``
+    ``progress_key`` and ``features`` (see the arguments ``progress`` and ``features``), ``state_hash`` (the same for
+    equal states of the same game), ``valid_action`` (the command, or its alias, was admissible), ``moves``
     (number of valid commands so far), and two measures of progress towards the goal, which the original only has for
     its THOR environment:
 
@@ -112,8 +112,8 @@ class ALFWorldEnv(TaskEnv[str, str]):
       Unlike in THOR, a lamp once used counts permanently, as it does for the goal.
     - ``goal_condition``: the largest fraction of the goal's literals that hold for one choice of objects (a measure of
       this package). Placing has 1 literal, placing two and treating have 2, looking has 3 (being at the lamp is one).
-      So a heated apple away from the table and another one on it score 1/2 here and 2/3 above; both are 1 if and only
-      if the game is won.
+      For example, if one apple is heated and another is on the table, this measure is 1/2 and the one above is 2/3.
+      Both are 1 if and only if the game is won.
 
     ## Arguments
     - ``games``: ``"embedded"`` (generated games of this package; ``"embedded:seen"``, ``"embedded:unseen"``), a split
@@ -125,18 +125,19 @@ class ALFWorldEnv(TaskEnv[str, str]):
     - ``aliases``: accept the other verb for placing. It prints the same as the game's own verb, ``valid_action`` is
       true and ``admissible_commands`` do not change. Off by default, because the original refuses it.
     - ``progress``: content of ``progress_key``. ``"goals"``: goal literals met and whether a goal object is held.
-      ``"distance"``: the same with a lower bound on the number of commands left to win; for baselines and schedules,
+      ``"distance"``: the same, plus a lower bound on the number of commands left to win; for baselines and schedules,
       not for policies.
     - ``features``: whether to give ``info["features"]``, numbers from which a trainer may learn state values: the
       fractions of literals and of conditions met, whether a goal object is held, and a tenth of the lower bound on the
       commands left. Privileged: they reveal where things are, so no policy may see them.
     - ``engine``: ``"native"``, or ``"textworld"`` for the original (``pip install 'sandboxgym[alfworld-reference]'``):
-      the same observations and infos, but 0.5 to 3 s to load a game and 16 ms (embedded games) to 70 ms (official ones,
-      busy machine) per step. Its snapshots are of kind ``replay``: in the process that took them, forks included, they
-      restore at once as long as the game stays loaded (it does while an environment plays it); elsewhere the commands
-      so far are replayed and the resulting facts are compared. A snapshot takes 100 to 200 kB of memory and a few bytes
-      per command on disk. All environments of a process that play the same game share one copy of the engine, 4 to 16
-      MB that is not freed but reused for the next game. Snapshots of one engine are refused by the other.
+      the same observations and infos, but it takes 0.5 to 3 s to load a game, and per step 16 ms in embedded games and
+      up to 70 ms in official ones on a busy machine. Its snapshots are of kind ``replay``. In the process that took
+      them, forks included, they restore at once while the game stays loaded, as it does while an environment plays it;
+      elsewhere the commands so far are replayed and the resulting facts are compared. A snapshot takes 100 to 200 kB of
+      memory, and a few bytes per command on disk. All environments of a process that play the same game share one copy
+      of the engine; its 4 to 16 MB are not freed, but reused for the next game. Neither engine restores the other's
+      snapshots.
 
     ## Version History
     - v0: first version.
@@ -188,8 +189,10 @@ class ALFWorldEnv(TaskEnv[str, str]):
         """Start a game; see *Starting State*.
 
         Raises:
-            GameNotFound: no such game in ``games``.
-            GameError: its file is malformed or unsolvable.
+            GameNotFound: ``games`` has no such game, or several that match.
+            GameError: the game's file is malformed or unsolvable.
+            DataNotFound: the game's file is gone.
+            ValueError: an option is unknown.
         """
         super().reset(seed=seed)
         self._enter(self.chosen_task(options, "game"))
@@ -204,11 +207,11 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return self._transition()
 
     def successors(self, actions: Sequence[str]) -> list[Transition]:
-        """Results of each of these commands; possible without a step, which is a function of the game's state."""
+        """The result of each of these commands in the current state, which stays as it is."""
         return [self._shown(self._following(action)) for action in actions]
 
     def outcomes(self, actions: Sequence[str]) -> list[Transition]:
-        """`successors` without texts, in a tenth of the time."""
+        """The results of `successors` without observations and with fewer info keys, in about a tenth of the time."""
         game, episode = self._playing()
         if not isinstance(game, Game):
             return self.successors(actions)
@@ -232,7 +235,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return self._episode(following, feedback=feedback, valid_action=valid)
 
     def _translate(self, action: str) -> str:
-        """``action``, or its form with the other verb for placing if only that is admissible."""
+        """``action``, or its form with the other verb for placing if only that form is admissible."""
         game, episode = self._playing()
         command, admissible = action.strip(), game.admissible(episode.state)
         if command not in admissible:
@@ -246,7 +249,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return self._transition().observation if self.render_mode == "ansi" else None
 
     def tasks(self, split: str | None = None) -> TaskRows:
-        """The games as rows; a game's file is read when its instruction is.
+        """The games as rows; a game's file is read only when its row's instruction is read.
 
         Args:
             split: a value of ``games``, such as ``"valid_seen"`` or ``"embedded:unseen"``, with the same
@@ -256,10 +259,10 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return TaskRows(len(library), lambda number: _row(library[number]))
 
     def task_index(self, task: str | SupportsIndex) -> int:
-        """Position of a game given by position, id, path or a unique ending of its id.
+        """Position of a game, given by position, id, path, or a unique ending of its id or path.
 
         Raises:
-            GameNotFound: there is no such game; the message has the nearest ids.
+            GameNotFound: no game, or more than one, matches; the message has the nearest ids.
         """
         return self.library.index(task)
 
@@ -395,7 +398,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
         return EpisodeState(task_id, digest.hex(), state, feedback, valid_action)
 
     def _config(self) -> dict[str, Any]:
-        # Without the list of games: every list with this game fits.
+        # The list of games is left out: a snapshot fits every list that has its game.
         config = {"engine": self.engine, "stop_when_won": self.stop_when_won, "aliases": self.aliases}
         told = {"progress": self.progress, "features": self.features}
         usual = {"progress": "goals", "features": False}  # omitted, so that older snapshots stay valid

@@ -49,10 +49,12 @@ class Errand:
 
 
 def parse_task(observation: str) -> Errand:
-    """Parse the task of a reset text: official templates and those of the embedded games.
+    """Parse the task in a reset text, by the official templates and those of the embedded games.
 
-    All of them are two names (thing, place or lamp) among a few filler words, with at most one word for a treatment.
-    Raises ValueError for a text without such a sentence.
+    Each has two names (thing, place or lamp) among a few filler words, and at most one word for a treatment.
+
+    Raises:
+        ValueError: the text has no such sentence.
     """
     match = TASK.search(observation)
     words = re.findall(r"[a-z]+", match[1].lower()) if match else []
@@ -64,7 +66,7 @@ def parse_task(observation: str) -> Errand:
 
 
 class Expert:
-    """Rule-based player: call `reset` with the text of a new game, then `act` with each observation from that one on.
+    """Rule-based player: call `reset` with a new game's first observation, then `act` with it and each later one.
 
     With probability ``noise`` a command is not the expert's: half of these are plausible but random, half are slips
     that the game refuses, so that a learner sees how to continue after both. `noisy` tells whether the last one was.
@@ -78,7 +80,8 @@ class Expert:
     def reset(self, observation: str) -> None:
         """Forget everything, then read the task and the furniture of a new game.
 
-        Raises ValueError for a text that lacks either.
+        Raises:
+            ValueError: the text lacks one of them.
         """
         self._task = parse_task(observation)
         before_task = observation[: observation.lower().rfind("your task is to")]
@@ -86,7 +89,7 @@ class Expert:
         if not self._furniture:
             raise ValueError(f"expected a text that names furniture, found {observation!r}")
         self._kinds = Counter(_kind(piece) for piece in self._furniture)
-        self._contents: dict[str, list[str]] = {}  # what was seen where, kept up to date with our own doings
+        self._contents: dict[str, list[str]] = {}  # what was seen where, updated by the expert's own commands
         self._closed: set[str] = set()
         self._beside: dict[str, set[str]] = {piece: {piece} for piece in self._furniture}
         self._at: str | None = None
@@ -147,7 +150,7 @@ class Expert:
 
     def _learn_refusal(self, verb: str, names: list[str]) -> None:
         if verb == "go":
-            # One cannot go where one is: the piece stands beside what we stand at.
+            # "go to" is refused where the agent already is: the piece stands beside the present one.
             group = self._beside[names[0]] | (self._beside[self._at] if self._at else set())
             for piece in group:
                 self._beside[piece] = group

@@ -71,12 +71,12 @@ class GameState:
 
 @dataclass(frozen=True, slots=True)
 class GoalProgress:
-    """Progress towards the goal. This is our own measure: the original has none for its text games.
+    """Progress towards the goal, as this package measures it: the original has no measure for its text games.
 
-    With the goal as alternatives over choices of objects, each a set of facts that can change, ``total`` is the
-    number of facts in the largest alternative and ``total - met`` the number still wrong in the nearest one. So
-    "put a clean mug on the desk" has a total of 2, as has "put two mugs on the desk". ``held`` says whether the agent
-    holds an object that some alternative mentions.
+    A goal has one alternative per choice of objects, and each is a set of facts that can change. ``total`` is the
+    number of facts in the largest alternative, and ``total - met`` the number still wrong in the nearest one. So
+    "put a clean mug on the desk" has a total of 2, and so has "put two mugs on the desk". ``held`` says whether the
+    agent holds an object that some alternative mentions.
 
     ``conditions_met`` of ``conditions`` is the count of ALFRED's goal conditions (``goal_conditions_met`` of alfworld's
     THOR environment), which its text environment lacks: 1 for placing, 2 for placing two or looking under a lamp, 3 for
@@ -172,8 +172,8 @@ class Game:
 
         Args:
             text: the content.
-            name: the path of the file; the directories of official games begin with their task type.
-            task_type: the task type, if known otherwise.
+            name: path of the file; the task type is read from it if ``task_type`` is None.
+            task_type: task type of the game, if known.
             cache: cache of grounded games to read from and write to.
 
         Raises:
@@ -252,7 +252,7 @@ class Game:
         return following, self._write(text, following.t, self._binding(operator)), True
 
     def following(self, state: GameState, command: str) -> tuple[GameState, bool]:
-        """Play a command without writing the answer, which takes most of the time of `step`."""
+        """Play a command without writing the answer, which is most of the work of `step`."""
         operator = self._chosen(state, command)
         return (state, False) if operator is None else (self._applied(operator, state), True)
 
@@ -292,7 +292,7 @@ class Game:
         """Return ``state`` itself: any instance of a game continues from the states of another.
 
         Raises:
-            GameError: no game of this size has such a state.
+            GameError: the state has more facts than this game.
         """
         width = len(self._planner.facts)
         if state.s < 0 or state.s >> width or state.t < 0 or state.t >> 2 * width or state.moves < 0:
@@ -300,11 +300,12 @@ class Game:
         return state
 
     def state_of(self, planner_facts: Iterable[str], text_facts: Iterable[str], *, moves: int) -> GameState:
-        """Convert another engine's state, given by its facts as `facts` writes them; facts that never change may be
-        included.
+        """Convert another engine's state, given by its facts in the form that `facts` returns.
+
+        Facts that never change may be included.
 
         Raises:
-            GameError: this game knows no such fact.
+            GameError: a fact is not one of this game.
         """
         bits = self._fact_bits
         try:
@@ -361,7 +362,7 @@ class Game:
         return self._write(template, self._planner.initial, self._binding(operator))
 
     def _all_operators(self, grounding: Grounding) -> StoredOperators:
-        """Every operator with its command, encoded; together they take as long as compiling."""
+        """Encode every operator with its command, which takes as long as compiling the game."""
         planner = self._planner
         try:
             return StoredOperators.of(
@@ -371,7 +372,7 @@ class Game:
                     for bucket in planner.buckets()
                 },
             )
-        except GameError:  # a command that cannot be written matters to those alone who get there
+        except GameError:  # a command that cannot be written matters only in states where it is admissible
             return StoredOperators.of(grounding, {})
 
     def _stored_operators(self, bucket: int) -> StoredBucket | None:

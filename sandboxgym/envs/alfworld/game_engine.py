@@ -44,14 +44,14 @@ class GameEngine(Protocol):
         """Progress towards the goal."""
 
     def state_hash(self, state: GameState) -> str:
-        """Hash of the game and its facts, equal for equal ones."""
+        """Hash of the game and its facts, the same for equal states."""
 
     def resume(self, state: Any) -> Any:
         """Convert a state from another process to one that this engine can continue from."""
 
 
 def load(engine: EngineName, library: GameLibrary, number: int) -> GameEngine:
-    """Load game ``number`` of ``library``, or share it with earlier users."""
+    """Load game ``number`` of ``library``, shared with all its players in the process."""
     if engine == "native":
         return library.load(number)
     from sandboxgym.envs.alfworld import textworld_engine
@@ -63,11 +63,11 @@ def snapshot_spec(engine: EngineName) -> SnapshotSpec:
     """Snapshot spec of an environment with this engine.
 
     The original cannot be saved: its states are numbers in the memory of a C library. In the process that took a
-    snapshot it goes back to such a number; anywhere else it replays the commands so far, which is what is declared.
+    snapshot, it goes back to such a number; anywhere else, it replays the commands so far, so its kind is ``replay``.
 
     Raises:
         ValueError: there is no such engine.
-        DependencyNotInstalled: this engine needs packages that are not here; the message has the command.
+        DependencyNotInstalled: this engine's packages are missing; the message has the install command.
     """
     if engine not in get_args(EngineName):
         raise ValueError(f"expected an engine of {get_args(EngineName)}, found {engine!r}")

@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class GrammarError(ValueError):
-    """Raised if a grammar cannot be read, or a text of it cannot be written; the message names it."""
+    """Raised if a grammar cannot be read, or one of its texts cannot be written; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Condition:
 
 
 def _known(placeholders: tuple[Placeholder, ...], binding: Binding) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Positions of the variables that stand for something already, and what they stand for."""
+    """Positions of the variables that already have a value, and their values."""
     positions: tuple[int, ...] = ()
     key: tuple[str, ...] = ()
     for at, placeholder in enumerate(placeholders):

@@ -210,7 +210,7 @@ class Operator(NamedTuple):
 class Grounding:
     """Grounded problem as plain data, the result of :func:`ground` from which a :class:`GroundTask` is made.
 
-    Working it out is most of the cost of compiling a game, so it can be kept on disk (:mod:`.cache`).
+    Computing it is most of the cost of compiling a game, so it can be kept on disk (:mod:`.grounding_cache`).
     """
 
     objects: dict[str, str]
@@ -279,7 +279,7 @@ def _members(domain: Domain, objects: Mapping[str, str]) -> dict[str, set[str]]:
 
 
 def _given(members: Mapping[str, Iterable[str]], objects: Iterable[str]) -> dict[str, set[Row]]:
-    """List the facts that no problem states: the types of the objects, and the equality of each with itself."""
+    """List the facts that problems leave out: the types of objects, and that each object equals itself."""
     facts: dict[str, set[Row]] = {_membership(kind): {(name,) for name in names} for kind, names in members.items()}
     facts[EQUALS] = {(name, name) for name in objects}
     return facts
@@ -377,8 +377,8 @@ class Instances:
 class GroundTask:
     """A ground problem. Immutable, except for its cache of instantiated operators.
 
-    ``known`` finds the operators that are filed under the fact with a bit (0: under none) without instantiating them,
-    or None.
+    ``known`` returns the operators that are filed under the fact with a given bit (0: under no fact) without
+    instantiating them, or None if it does not have them.
 
     ``facts[i]`` is what bit ``i`` of a state stands for, ``bits`` the reverse; ``constants`` hold in every state.
     ``goal`` lists alternatives: masks of the bits that must be set and clear. ``moving`` are the predicates of which
@@ -415,7 +415,7 @@ class GroundTask:
     def applicable(self, state: int) -> Iterator[tuple[int, str | None]]:
         """List the places of the operators that apply in ``state``, each with its command if known.
 
-        A place, the argument of `operator`, is a number: the garbage collector would have to go through pairs.
+        A place, the argument of `operator`, is a number rather than a pair, to spare the garbage collector work.
         """
         buckets = state & self._pivot_bits
         bucket = 0
@@ -446,7 +446,7 @@ class GroundTask:
                 yield self.operator(first + at)
 
     def buckets(self) -> Iterator[int]:
-        """List the bits of the facts that operators are filed under, ascending, after 0 for those under none."""
+        """List the bits of the facts that operators are filed under: first 0 (under no fact), then ascending."""
         yield 0
         bits = self._pivot_bits
         while bits:

@@ -47,14 +47,14 @@ _unpack_bits = functools.partial(int.from_bytes, byteorder="little")
 
 
 class StoredBucket:
-    """`Bucket` of operators with their commands; of the many that are filed, only those that are played are decoded.
+    """`Bucket` of encoded operators with their commands; an operator is decoded when it is first played.
 
     Args:
         masks: sets of facts, encoded.
         conditions: for each operator, the numbers of the masks of facts that must be true and false.
         rows: the rest of each operator, encoded.
-        commands: of each operator.
-        names: objects of the game.
+        commands: command of each operator.
+        names: objects of the game, by number.
     """
 
     __slots__ = ("_looked_at", "_made", "_masks", "_names", "_pos", "_rows", "commands")
@@ -109,7 +109,7 @@ class StoredOperators:
     """Operators of a game with their commands, encoded apart for each fact that they are filed under.
 
     Args:
-        packed: by the fact's number plus 1; 0 for those filed under none.
+        packed: encoded operators by the number of their fact plus 1; 0 for those filed under no fact.
         names: objects of the game, sorted.
         width: number of facts that can change.
     """
@@ -129,7 +129,7 @@ class StoredOperators:
         return cls(packed, names, len(grounding.facts))
 
     def read(self, bucket: int) -> StoredBucket | None:
-        """Decode what is filed under the fact with bit ``bucket``; None if it is not here or does not fit."""
+        """Decode the operators filed under the fact with bit ``bucket``; None if they are missing or do not fit."""
         packed = self.packed.get(bucket.bit_length())
         if packed is None:
             return None
@@ -156,8 +156,8 @@ class GroundingCache:
     """Directory of cached entries, by default ``alfworld`` under `sandboxgym.data.cache_dir`.
 
     Args:
-        directory: made when the first entry is written.
-        max_bytes: limit of the size of all entries together.
+        directory: path of the directory, which is created when the first entry is written.
+        max_bytes: limit in bytes of all entries together.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None, *, max_bytes: int = MAX_BYTES) -> None:

@@ -149,7 +149,7 @@ class _Reader:
         self._fresh = count(1)
 
     def condition(self, expr: Expr, scope: Mapping[str, str], *, negated: bool = False) -> list[Conjunction]:
-        """Convert ``expr`` to disjunctive normal form; ``scope`` maps each visible variable to its unique name."""
+        """Convert ``expr`` to disjunctive normal form; ``scope`` maps each visible variable to a unique name."""
         match expr:
             case []:
                 return [Conjunction()]
@@ -163,9 +163,9 @@ class _Reader:
                     return [choice for alternatives in choices for choice in alternatives]
                 return [_all_of(combination) for combination in product(*choices)]
             case ["exists", [*names], body] if not negated:
-                # An undeclared type is no error here: it has no members. ALFRED's domain says
-                # "(?l - location, ?r - receptacle)", Fast Downward reads a type "location,", and so that alternative
-                # never holds. Reading it as "location" would allow commands that the original does not.
+                # An undeclared type is not an error here, but has no members. ALFRED's domain has
+                # "(?l - location, ?r - receptacle)", from which Fast Downward reads a type "location,", so that
+                # alternative never holds. Reading "location" would allow commands that the original does not.
                 renamed = {name: f"{name}.{next(self._fresh)}" for name, _ in _typed_names(names)}
                 quantified = tuple((renamed[name], kind) for name, kind in _typed_names(names))
                 inner_choices = self.condition(body, {**scope, **renamed})
@@ -221,7 +221,7 @@ def _all_of(parts: Iterable[Conjunction]) -> Conjunction:
 class Domain:
     """Types, predicates and actions of a family of games; build it with :func:`read_domain`.
 
-    ``fluents`` are the predicates that some action changes; facts of all others hold forever or never.
+    ``fluents`` are the predicates that some action changes; facts of all others hold always or never.
     """
 
     def __init__(self, text: str) -> None:

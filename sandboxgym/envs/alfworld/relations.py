@@ -1,8 +1,8 @@
 """A small database of facts that answers conjunctive queries with hash joins.
 
 A :class:`Query` works on many rows at once. It looks up one atom after the other, those with the fewest unknowns
-first, and forgets each variable as soon as no later atom needs it: rows that differ in it only become one row. That is
-what makes "can the agent get anywhere at all?" as cheap to ask for 30 places as for one.
+first, and forgets each variable as soon as no later atom needs it: rows that differ only in it become one row. So the
+query "can the agent get anywhere at all?" costs as little for 30 places as for one.
 
 The joins depend on the query alone, so a query is compiled once and run on many databases. A database keeps a hash
 index for every pattern it was ever looked up by, and updates them when facts are added.
@@ -24,7 +24,7 @@ Picker: TypeAlias = Callable[[Row], Row]
 class Pattern(NamedTuple):
     """A way to look up facts: by the arguments at ``key``, answering with those at ``out``.
 
-    ``types`` are (position, type) pairs a fact must satisfy, ``same`` pairs of positions that must hold one object.
+    ``types`` are (position, type) pairs that a fact must satisfy, and ``same`` pairs of positions with equal objects.
     """
 
     predicate: str

@@ -4,8 +4,8 @@ What this module promises:
 
 1. A plan is executable and wins, and no shorter one does. Every step below keeps at least one shortest plan:
 
-   - *Alternatives.* A goal holds when one of its choices of objects does; each is searched for by itself, and only for
-     plans shorter than the best so far.
+   - *Alternatives.* A goal holds when one of its alternatives does; each alternative has its own search, which only
+     looks for plans shorter than the best so far.
    - *Relevance.* An operator is left out when nothing that it changes is ever asked for, by the goal or by another
      operator: without it, a plan is shorter and still works.
    - *One hand.* Where picking up needs an empty hand and fills it (checked, not assumed), an object that only ever
@@ -57,7 +57,7 @@ def shortest_plan(
     """Find the fewest commands that win ``game`` from ``state`` (default: its start); none if it is already won.
 
     Raises:
-        SolverBudgetExceeded: more than ``max_nodes`` states were expanded, or ``max_seconds`` went by.
+        SolverBudgetExceeded: more than ``max_nodes`` states were expanded, or ``max_seconds`` passed.
         Unsolvable: there is no such plan.
     """
     start = (game.initial() if state is None else state).s
@@ -76,9 +76,9 @@ def shortest_plan(
 
 
 def least_commands(game: Game, state: GameState) -> int:
-    """Lower bound on the number of commands to win, `FAR` at most: the search's estimate, in microseconds.
+    """Lower bound on the number of commands to win, at most `FAR`: the search's estimate, computed in microseconds.
 
-    It is the length of the shortest plan in most states of most tasks, and too small where two objects are carried.
+    It equals the length of the shortest plan in most states of most tasks, and is lower if two objects must be carried.
     """
     return _estimate_of(game)(state.s)
 

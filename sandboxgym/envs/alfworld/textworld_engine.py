@@ -43,7 +43,7 @@ PACKAGES = ("textworld", "fast_downward", "alfworld")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TextWorldMoment:
-    """Data that bring TextWorld back to a state, never changed; 100 to 200 kB."""
+    """Data that bring TextWorld back to a state, 100 to 200 kB; never changed."""
 
     loading: object
     """Identifies the loaded game that the planner's number belongs to."""
@@ -113,7 +113,7 @@ class TextWorldGame:
         return self.compiled.state_hash(state)
 
     def resume(self, state: TextWorldState) -> TextWorldState:
-        """Convert ``state`` to one with a moment of this loaded game: replayed, if it has none.
+        """Convert ``state`` to one with a moment of this loaded game, by a replay if it has none.
 
         Raises:
             SnapshotCorrupt: the commands do not lead to the captured facts.
@@ -209,7 +209,7 @@ class _Host:
         self._at = moment
 
     def planner_facts(self) -> Iterator[str]:
-        """Facts that Fast Downward holds true, without axioms."""
+        """Facts that are true for Fast Downward, without axioms."""
         from textworld.envs.pddl.logic import Atom
 
         library = self._game.downward_lib

@@ -1,4 +1,4 @@
-"""Sandboxes of tasks, with a hash of the files that the work on a task consists of."""
+"""Sandboxes of tasks, with a hash of the files that the work on a task may change."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from sandboxgym.sandbox.base import Result
 from sandboxgym.sandbox.layers.written import Written
 from sandboxgym.sandbox.sandbox import Sandbox
 
-# Names, kinds, modes and contents, by what nearly any image has; where something of it is missing, or cannot be
-# started, nothing is said. A task in `/` has the machine's own directories beside it.
+# Hashes names, kinds, modes and contents with programs that nearly any image has. If one is missing or cannot be
+# started, it prints no result. A task whose directory is `/` shares it with the system's directories.
 _HASH = f"""export LC_ALL=C
 set -o pipefail
 listed() {{
@@ -36,10 +36,10 @@ echo {HASHED}
 
 
 class TaskBox(AgentBox):
-    """A sandbox in which a task's directory is worked on.
+    """A sandbox in which an agent works on a task.
 
     Args:
-        sandbox: in the task's directory; owned by this object from now on.
+        sandbox: a sandbox whose ``workdir`` is the task's directory; this object owns it from now on.
     """
 
     def __init__(self, sandbox: Sandbox) -> None:
@@ -48,20 +48,20 @@ class TaskBox(AgentBox):
     def run(
         self, command: str, *, timeout: float | None = None, output: int | None = None, most: int | None = None
     ) -> Result:
-        """Run a command in a bash of its own, at the root: the agent may have removed the task's directory."""
+        """Run a command in a separate bash in ``/``, because the agent may have removed the task's directory."""
         return self.sandbox.run(command, cwd="/", timeout=timeout, output=output, most=most)
 
     def digest(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
-        """Hashes of everything that can change later steps: of all of it, and of the task's directory alone.
+        """Two hashes of what can change later steps: of all of it, and of the task's directory alone.
 
-        Of the task's directory, and beside it of /tmp and of the home directory: names, kinds and modes of the first
-        1,000 files and directories each, contents of the first 1,000 files that have at most 2 MiB, sizes of larger
-        ones; and the shell's state. Times do not count, nor does what is in a ``.git``, ``.cache`` or ``__pycache__``,
-        which hold times themselves; see `AgentBox.digest`.
+        The task's directory, /tmp and the home directory each count with names, kinds and modes of the first 1,000
+        files and directories, contents of the first 1,000 files of at most 2 MiB, and sizes of larger ones. The first
+        hash also covers the shell's state. Times do not count, nor do ``.git``, ``.cache`` and ``__pycache__``, whose
+        files contain times; see `AgentBox.digest`.
 
         Args:
-            alone: it is known that nothing but the idle shell runs.
-            timeout: seconds that reading may take; by default as a command.
+            alone: True if it is known that nothing but the idle shell runs.
+            timeout: limit in seconds of the reading; by default that of a command.
         """
         return super().digest(alone=alone, timeout=timeout)
 

@@ -56,7 +56,7 @@ class Instruction:
 
 @dataclass(slots=True)
 class Built:
-    """Settings that an image has beside its files."""
+    """Settings of an image, in addition to its files."""
 
     env: dict[str, str] = field(default_factory=dict)
     workdir: str = "/"
@@ -66,7 +66,7 @@ def parse(text: str, file: str) -> list[Instruction]:
     r"""Parse a Dockerfile.
 
     Raises:
-        DockerfileError: a here-document does not end, a line has no instruction, or there are null characters.
+        DockerfileError: a here-document does not end, a line has no instruction, or the text has null characters.
 
     Example:
         >>> [(one.name, one.text) for one in parse("FROM a\n# b\nRUN c \\\n  d\n", "Dockerfile")]
@@ -110,12 +110,12 @@ class Build:
     """The build of an image in a sandbox.
 
     Args:
-        sandbox: on the root file system that stands in for the image of FROM; used up.
+        sandbox: a sandbox on the root file system that stands in for FROM's image; not usable afterwards.
         context: directory of the files that COPY may name.
         file: name of the Dockerfile in errors.
-        env: environment of the base image.
-        workdir: directory of the base image.
-        timeout: seconds that each command may take.
+        env: environment variables of the base image.
+        workdir: working directory of the base image.
+        timeout: limit in seconds of each command.
     """
 
     def __init__(
@@ -128,10 +128,10 @@ class Build:
         self._stages = 0
 
     def run(self, instructions: Sequence[Instruction]) -> Built:
-        """Carry out all instructions; returns the environment and the directory of the image.
+        """Carry out all instructions; returns the image's environment variables and working directory.
 
         Raises:
-            DockerfileError: outside of the subset, or a command failed.
+            DockerfileError: an instruction is outside of the subset, or a command failed.
         """
         for one in instructions:
             self._carry_out(one)
@@ -172,7 +172,7 @@ class Build:
 
     def _run(self, one: Instruction) -> None:
         text = one.text
-        while flag := _FLAG.match(text):  # of BuildKit: mounts of caches
+        while flag := _FLAG.match(text):  # options of BuildKit, such as cache mounts, are dropped
             text = text[flag.end() :]
         if one.documents and _HEREDOC.fullmatch(text):
             text = one.documents[0][1]
@@ -290,12 +290,13 @@ def put(
 
     Args:
         sandbox: the sandbox, whose image needs ``tar``.
-        members: absolute path inside, and a file, link or directory of this machine or the content of a file.
-        mode: of the files; by default their own.
-        through: directory inside where the archive stands meanwhile, under a name that nobody can have taken.
+        members: pairs of an absolute path in the sandbox, and a file, link or directory of this machine or the content
+            of a file.
+        mode: permission bits of the files; by default their own.
+        through: directory of the sandbox that holds the archive meanwhile, under a name that cannot be taken.
 
     Raises:
-        NotWritten: the sandbox lacks ``tar``, or has something else in their place.
+        NotWritten: the sandbox lacks ``tar``, or has something else where the files belong.
     """
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as archive:

@@ -33,9 +33,9 @@ PROMPT = """{instruction}
 You are in {workdir} of a Linux container, as root. Each action is one bash command, and the shell keeps its directory
 and its variables. Tests decide whether the task is solved. When you are done, say `submit`, or run
 `echo {marker}`."""
-"""Introduction of a task; `HarborEnv`'s ``prompt`` replaces it."""
+"""Default template of the first observation; `HarborEnv`'s ``prompt`` replaces it."""
 PROMPT_FIELDS = ("instruction", "workdir", "marker")
-"""Names of the values that an introduction is filled in with."""
+"""Names of the fields that such a template may have."""
 
 
 class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
@@ -44,8 +44,8 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
     ## Description
     A task of Harbor (Terminal-Bench 2) in a sandbox that can be snapshotted, restored and forked at any step: a
     directory with ``task.toml``, ``instruction.md``, ``environment/``, ``tests/`` and ``solution/``. Each episode has
-    its own copy-on-write sandbox on the task's image, with the memory, disk and time that the task allows. Tests and
-    solution are not in it: the tests enter when the work is graded, and nothing of that remains afterwards.
+    its own copy-on-write sandbox on the task's image, with the memory, disk and time that the task allows. The sandbox
+    does not hold the tests or the solution: the tests are copied in only to grade the work, and are removed afterwards.
 
     ## Action Space
     A string. ``tools="bash"``: a bash command of any number of lines; or a text with one fenced block
@@ -73,8 +73,8 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
 
     ## Episode End
     Terminated at submission. Truncated by the step limit of ``gym.make``. A step after that raises `ResetNeeded`; a
-    restore of an earlier snapshot undoes the end. Tests run among the processes of the episode, so that a server that
-    the agent started answers them; the state that a snapshot of the end holds is the one before them.
+    restore of an earlier snapshot undoes the end. Tests run beside the processes of the episode, so that a
+    server that the agent started answers them; a snapshot of the final state holds the state before the tests.
 
     Whatever an agent does, `step` and `grade` do not raise. If its sandbox cannot continue, the episode is terminated
     with reward 0 and the verdict ``sandbox ended`` (another sandbox can be started: the agent's commands ended this
@@ -90,7 +90,7 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
     - ``progress_key``: whether the task's directory was changed, and the result of the tests that the agent ran last.
     - ``lossy``: state that a snapshot taken now would not keep, such as ``"background: sleep 100"``; usually empty.
     - ``verdict``: None, or ``passed``, ``failed``, ``tests time out``, ``no reward`` (the tests wrote none, or one that
-      is not a number from -1e6 to 1e6; or what the agent left prevents that they are written or run), ``infra
+      is not a number from -1e6 to 1e6; or what the agent left behind keeps them from being copied in or run), ``infra
       failure``, ``sandbox ended``; ``rewards``: all values of ``reward.json``.
     - ``masked``: the verdict is one of the last two, so the reward of 0 says nothing about the work, and the trainer
       excludes the episode.
@@ -106,13 +106,13 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
     - ``instances``: only these tasks.
     - ``backend``: ``"auto"``, ``"overlay"``, ``"overlay-rootless"``, ``"docker"``. ``"auto"`` takes the first that
       works on this machine. Tasks need paths such as ``/app`` and ``/tests``, hence an isolated backend.
-    - ``image``: root file system on which the Dockerfiles of tasks are carried out in a sandbox, whatever their FROM
-      says: ``"host"`` (this machine's tool chain), ``"docker:IMAGE"``, or the directory of an unpacked one. By default
+    - ``image``: root file system on which the Dockerfiles of tasks are carried out in a sandbox, whatever image FROM
+      names: ``"host"`` (this machine's tool chain), ``"docker:IMAGE"``, or the directory of an unpacked one. By default
       ``"host"`` for ``"mini"``; for other tasks none.
     - ``build``: ``"docker"``: images are built by the Docker daemon. ``"sandbox"``: on ``image``. ``"auto"``: on
       ``image`` if there is one, else by the daemon.
-    - ``offline_tests``: what ``tests/test.sh`` would install from the network is put into the image, and not installed
-      when the tests run; ``env.unwrapped.needs`` says what that is for the current task.
+    - ``offline_tests``: put what ``tests/test.sh`` would install from the network into the image beforehand, so that
+      the tests run without a network; ``env.unwrapped.needs`` lists it for the current task.
     - ``tools``: ``"bash"`` or ``"swe-agent"``.
     - ``network``: whether the sandbox may use the network, in the tests too.
     - ``limits``: `Limits`, or a mapping of some of its fields, in place of the task's: ``seconds`` per command (by
@@ -122,7 +122,7 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
       running processes too, so that a running server answers in every fork (root, ``backend="overlay"`` and CRIU).
       ``"auto"``: processes, but only while others than the shell run. Such snapshots stay in this process.
     - ``strict``: refuse snapshots that would lose something (`SnapshotLossy`), rather than report it in ``lossy``.
-    - ``prompt``: introduction of a task, with the fields ``{instruction}``, ``{workdir}``, ``{marker}``.
+    - ``prompt``: template of the first observation, with the fields ``{instruction}``, ``{workdir}``, ``{marker}``.
 
     ## Version History
     - v0: first version.
@@ -178,8 +178,8 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
     def grade(self) -> Verdict:
         """The verdict on the work as it stands, in a fork; changes nothing.
 
-        Processes are in the fork only with ``snapshot="full"`` or ``"auto"``; ``lossy`` of the verdict names those that
-        are not.
+        The fork has the running processes only with ``snapshot="full"`` or ``"auto"``; the verdict's ``lossy`` names
+        those that it lacks.
         """
         self._check_reset("its task")
         task, start = self._at()
@@ -203,7 +203,7 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
 
     @property
     def needs(self) -> Any:
-        """Packages that the current task's tests install, which its image has instead (`needs.Needs`)."""
+        """Packages that the current task's tests would install, put into its image instead (`needs.Needs`)."""
         return self._settings.needs_of(self.task)
 
     def expert(self, *, rng: random.Random | None = None, **options: Any) -> Expert:
@@ -235,7 +235,7 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
         try:
             verdict = self._verdict_in(box.sandbox, self._at()[0])
         finally:
-            # Whatever uses this state later begins at the capture, without what the tests did.
+            # Later uses of this state start from the capture, without the effects of the tests.
             self._space.stand_on(leaf)
             self._space.digest = digest
             leaf.release()
@@ -256,7 +256,7 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
             return Verdict(0.0, reason, output=cause(error))
 
     def _can_be_tested(self) -> bool:
-        """True if the tests can be written into a sandbox at the start of the task: else it is not the work's fault."""
+        """True if the tests can be copied into a sandbox at the task's start; if not, the work is not to blame."""
         task, start = self._at()
         try:
             with start.sandbox(task, self._settings) as sandbox:
@@ -286,7 +286,7 @@ class HarborEnv(AgentEnv[HarborTask, Start, TaskBox, Verdict]):
 
 
 def _given_limits(value: Limits | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Limits in place of the task's, by name: of a mapping only what it names."""
+    """Limits that replace the task's, by name; of a mapping, only those that it names."""
     checked = arguments.limits(value)
     names = value.keys() if isinstance(value, Mapping) else [one.name for one in fields(Limits)] if value else ()
     return {name: getattr(checked, name) for name in names}

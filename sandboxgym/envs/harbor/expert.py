@@ -16,13 +16,13 @@ _NOISE = ("cat missing.txt", "ls missing", "pwd", "whoami", "lss -l")
 
 
 class Expert:
-    """Writes ``solution/`` into the sandbox, runs ``solve.sh``, and submits.
+    """A player that writes ``solution/`` into the sandbox, runs ``solve.sh``, and submits.
 
     Args:
-        playing: gives the task once an episode has begun.
-        tools: set of tools whose format its actions have.
-        rng: random stream of its mistakes; by default one with a fixed seed.
-        noise: probability of a useless action before each.
+        playing: function that returns the task being played.
+        tools: set of tools in whose format the actions are written.
+        rng: random stream of its useless actions; by default one with a fixed seed.
+        noise: probability of a useless action before each action of the solution.
 
     Raises:
         ValueError: ``noise`` is no probability below 1.
@@ -46,7 +46,7 @@ class Expert:
         self._left: Iterator[str] = iter(())
 
     def reset(self, observation: str) -> None:
-        """Begin an episode: the environment has been reset."""
+        """Begin an episode; call it after the environment's ``reset``."""
         self._left = iter(actions(self._playing()))
 
     def act(self, observation: str) -> str:
@@ -62,11 +62,11 @@ class Expert:
 
 
 def actions(task: HarborTask) -> list[str]:
-    """Commands that solve a task: one per file of the solution, and its run.
+    """Commands that solve a task: one to write each file of the solution, and one to run it.
 
     Raises:
         NotImplementedError: the task has no solution.
-        TaskError: a link leads out of it.
+        TaskError: a link leads out of the solution's directory.
     """
     folder = task.solution
     if folder is None:
@@ -83,7 +83,7 @@ def actions(task: HarborTask) -> list[str]:
 
 
 def _written(content: bytes, name: str) -> str:
-    """Command that writes a file: as text if it is that, for readers."""
+    """Command that writes a file, readable if the file is text."""
     try:
         text = content.decode()
     except UnicodeDecodeError:

@@ -1,12 +1,12 @@
 """The verdict: a task's tests, run in a sandbox with the work, and the reward that they write.
 
-1. Tests are written into the sandbox when they are run, never before, and only into one that is thrown away, or
-   restored to the state before, afterwards (`env`).
+1. Tests are written into a sandbox only when they are run, and only if it is afterwards thrown away or restored to the
+   state before them (`env`).
 2. As in Harbor, ``/tests/test.sh`` runs in the task's directory, its output goes to ``/logs/verifier/test-stdout.txt``,
    and the reward is read from ``/logs/verifier/reward.json`` if it exists, else from ``reward.txt``. What was in
    ``/logs/verifier`` before is deleted.
-3. What an agent leaves behind can take part in the tests, as in Harbor: they run as root in the agent's container. A
-   process that keeps writing rewards is noticed, and earns none; one that does so once, at the right time, is not.
+3. What an agent leaves behind can affect the tests, as in Harbor, because they run as root in the agent's container. A
+   process that keeps writing rewards is detected and gets none; one that writes once, at the right time, is not.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from sandboxgym.sandbox.sandbox import Sandbox
 
 _REWARDS = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
 _LIMIT = 100_000
-"""Bytes that a file with a reward may have."""
+"""Limit in bytes of a file with a reward."""
 _REWRITTEN_WITHIN = 0.05
-"""Seconds in which a process that keeps writing rewards has written another one."""
+"""Seconds to wait for another reward from a process that keeps writing them."""
 MOST_REWARD = 1e6
-"""Largest reward, up or down, that counts. Harbor takes any number and most tasks give 0 to 1; one of 1e308, from a
-division by nearly nothing, would be all that a policy learns from."""
+"""Largest absolute value of a reward that counts. Harbor takes any number, and most tasks give 0 to 1; a reward of
+1e308, from a division by almost zero, would outweigh everything else that a policy learns from."""
 _SHOWN = 20_000
 """Bytes of the tests' output that a verdict keeps."""
 
@@ -44,7 +44,7 @@ class Verdict:
     """Verdict of a task's tests on the agent's work."""
 
     reward: float
-    """``reward`` of the file, or its only value; of several others the mean."""
+    """The file's value ``reward``; without one, its only value, or the mean of several."""
     reason: str
     """``passed`` (a reward of at least 1), ``failed``, ``tests time out``, ``no reward``, ``sandbox ended``, ``infra
     failure``."""
@@ -53,7 +53,7 @@ class Verdict:
     output: str = field(default="", repr=False)
     """End of the tests' output, or why there is no reward."""
     lossy: tuple[str, ...] = ()
-    """State of the work that was not there when it was tested, such as processes."""
+    """State of the work that was missing when it was tested, such as processes."""
 
     @property
     def success(self) -> bool:
@@ -62,15 +62,15 @@ class Verdict:
 
 
 def grade(sandbox: Sandbox, task: HarborTask, needs: Needs) -> Verdict:
-    """Run the tests in a sandbox, which is not to be used any more afterwards.
+    """Run the tests in a sandbox, which must not be used afterwards.
 
     Args:
-        sandbox: with the work, live.
-        task: whose tests are run.
-        needs: packages that its image was given for the tests.
+        sandbox: a running sandbox with the work.
+        task: the task whose tests are run.
+        needs: packages that were put into its image for the tests.
 
     Raises:
-        NotWritten: of `prepare`.
+        NotWritten: see `prepare`.
     """
     prepare(sandbox, task, needs)
     extra = stand_ins(needs)
@@ -78,7 +78,7 @@ def grade(sandbox: Sandbox, task: HarborTask, needs: Needs) -> Verdict:
         f"cd -- {shlex.quote(sandbox.workdir)} || exit\nchmod +x /tests/test.sh; {USE_STAND_INS if extra else ':'}\n"
         f"(exec /tests/test.sh) > /logs/verifier/test-stdout.txt 2>&1\ntail -c {_SHOWN} /logs/verifier/test-stdout.txt",
         env=task.verifier_env,
-        cwd="/",  # which is there whatever the agent removed
+        cwd="/",  # a directory that the agent cannot have removed
         timeout=task.verifier_seconds,
         output=2 * _SHOWN,
     )
@@ -102,16 +102,16 @@ def grade(sandbox: Sandbox, task: HarborTask, needs: Needs) -> Verdict:
 def prepare(sandbox: Sandbox, task: HarborTask, needs: Needs) -> None:
     """Write the tests into a sandbox, and empty the directory of their output and rewards.
 
-    Nothing that stood there before stays, not even a link in place of a directory: output that leads to ``/dev/full``
-    makes ``grep -q`` report a match.
+    Whatever was there before is removed, even a link in place of a directory: if output went to ``/dev/full``,
+    ``grep -q`` would report a match.
 
     Args:
-        sandbox: with the work, live.
-        task: whose tests are written.
-        needs: packages that its image was given for the tests.
+        sandbox: a running sandbox with the work.
+        task: the task whose tests are written.
+        needs: packages that were put into its image for the tests.
 
     Raises:
-        NotWritten: what the sandbox contains does not permit it.
+        NotWritten: something in the sandbox prevents it.
     """
     done = sandbox.run(
         f"[ -L /logs ] || [ ! -d /logs ] && rm -rf /logs; rm -rf /tests {STAND_INS} /logs/verifier 2>&1\n"
@@ -123,7 +123,7 @@ def prepare(sandbox: Sandbox, task: HarborTask, needs: Needs) -> None:
     put(sandbox, tree(task.tests, "/tests"), through="/tests")
     if extra := stand_ins(needs):
         put(sandbox, list(extra.items()), mode=0o755, through="/tests")
-    for path in _REWARDS:  # `rm` is the agent's, too, and so are processes that run
+    for path in _REWARDS:  # the agent may have replaced `rm`, or left processes running
         with contextlib.suppress(FileNotFoundError):
             sandbox.read_file(path, limit=_LIMIT)
             raise NotWritten(f"{path} is there before the tests have run")

@@ -1,13 +1,13 @@
-"""Starting points of tasks' episodes: the files of its image, its environment and its directory.
+"""Starting points of a task's episodes: its image's files, environment variables and working directory.
 
 1. An image is taken as it is (``docker_image`` in ``task.toml``, if the Docker daemon has it), built from the task's
    Dockerfile by the daemon, or, on a root file system that the user names, by carrying out the Dockerfile in a sandbox
    (`dockerfile`): without a daemon, and without root.
 2. Nothing is fetched from a registry, except by ``docker build``, which fetches what FROM names.
-3. An image is built once: the daemon's stay there, as `REPOSITORY` with the digest of the task's files as tag; those of
-   sandboxes are kept in the cache.
-4. Every image has ``/logs/agent``, ``/logs/verifier`` and ``/logs/artifacts``, as in Harbor. Tests and solution are in
-   none.
+3. An image is built once. The daemon keeps those that it builds, under the name `REPOSITORY` and with the digest of the
+   task's files as tag; those built in a sandbox are kept in the cache.
+4. Every image has ``/logs/agent``, ``/logs/verifier`` and ``/logs/artifacts``, as in Harbor. No image has the tests or
+   the solution.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ Builder = Literal["auto", "docker", "sandbox"]
 REPOSITORY = "sandboxgym-harbor"
 """Name of the images that the daemon builds for tasks."""
 KEPT = 64
-"""Starts kept in a process; the least recently used one is dropped and made again when needed."""
+"""Number of starts kept in a process; the least recently used one is dropped, and made again when needed."""
 _BUILD_VERSION = 2
-"""Raised when Dockerfiles are carried out differently, so that the images in the cache are built again."""
+"""Increased whenever Dockerfiles are carried out differently, so that cached images are built again."""
 _FOLDERS = "mkdir -p /logs/agent /logs/verifier /logs/artifacts"
 _QUIET = {"PAGER": "cat", "GIT_PAGER": "cat", "MANPAGER": "cat", "PIP_PROGRESS_BAR": "off", "PYTHONHASHSEED": "0"}
 _BUILD_LIMITS = Limits(seconds=3600.0, memory=None, disk=32 * 2**30, files=None, output=200_000)
@@ -63,10 +63,10 @@ class HarborSettings:
     build: Builder = "auto"
     snapshot: SnapshotMode = "filesystem"
     offline_tests: bool = True
-    """True if tests find in the image what they would install from the network."""
+    """True if the packages that tests would install from the network are put into the image."""
 
     def limits_of(self, task: HarborTask) -> Limits:
-        """Limits of the task's sandboxes: its own, or those of the user."""
+        """Limits of the task's sandboxes: the user's where given, else the task's."""
         given = {"seconds": task.agent_seconds, "memory": task.memory, "disk": task.disk}
         return Limits(**({name: value for name, value in given.items() if value is not None} | dict(self.limits)))
 
@@ -115,7 +115,7 @@ def start_of(task: HarborTask, settings: HarborSettings) -> Start:
     """Prepare or load the start of a task.
 
     Raises:
-        TaskUnsupported: the task needs something that there is not here.
+        TaskUnsupported: the task needs something that this environment does not have.
         TaskError: its image cannot be built; the message has the line of the Dockerfile, or the end of the output.
         SandboxUnavailable: no sandbox can run here, or there is no image and no daemon to build it.
     """
@@ -138,7 +138,7 @@ def forget_starts() -> None:
 
 
 def _begun(start: Start, task: HarborTask, settings: HarborSettings) -> Start:
-    """A start with a shell in it, as the first command finds it, and the digest of that state."""
+    """The start with a running shell, as the first command finds it, and with the digest of that state."""
     with start.box(task, settings) as box:
         box.restore(start.snapshot)
         box.execute(":")

@@ -1,4 +1,4 @@
-"""Programs that a task's tests would install from the network when they run, put into its image instead.
+"""Packages that a task's tests would install from the network when they run, put into its image instead.
 
 Tests of Terminal-Bench typically begin with ``apt-get install curl``, get uv from its website, and run ``uvx --with
 pytest==8.4.1 pytest ...``. A sandbox has no network, so
@@ -6,9 +6,9 @@ pytest==8.4.1 pytest ...``. A sandbox has no network, so
 1. `needs_of` finds these commands in ``tests/test.sh``,
 2. `Needs.dockerfile` adds their packages to the image: the system's by apt, Python's in a virtual environment
    (`PREFIX`) of the image's own Python, whatever version the tests ask for,
-3. and `stand_ins` are the programs that the tests find first on their path: ``apt-get`` does nothing, ``uvx`` and
-   ``uv run`` run from the virtual environment, whose ``python`` is found first as with uv's own, ``curl`` gets no
-   installer of uv. They are there only while the tests run.
+3. and `stand_ins` are programs that the tests find first on their path, and only while they run: ``apt-get`` does
+   nothing, ``uvx`` and ``uv run`` run programs of the virtual environment, whose ``python`` also comes first, as with
+   the real uv, and ``curl`` does not fetch uv's installer.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ STAND_INS = "/opt/sandboxgym-stand-ins"
 USE_STAND_INS = (
     f"export PATH={STAND_INS}:$PATH; [ -e ~/.local/bin/env ] || {{ mkdir -p ~/.local/bin; : > ~/.local/bin/env; }}"
 )
-"""Command after which the stand-ins are found first, and the file that uv's installer would leave is there."""
+"""Command that puts the stand-ins first on the path, and writes the file that uv's installer would leave."""
 
 _INSTALLER = "astral.sh/uv"
 _WITH_VALUE = frozenset(("-p", "--python", "--index", "--index-url", "--default-index", "--project", "--directory"))
@@ -95,7 +95,7 @@ def parse(script: str) -> Needs:
 
 
 def _commands(script: str) -> Iterator[list[str]]:
-    """Words of the simple commands of a script, as far as they can be told apart without running it."""
+    """Words of each simple command of a script, as far as they are known without running it."""
     text = re.sub(r"\\\n", " ", script)
     for line in text.splitlines():
         for part in re.split(r"&&|\|\||[;|]", line):
@@ -172,7 +172,7 @@ PATH=${{PATH#{STAND_INS}:}} exec curl "$@"
 
 
 def stand_ins(needs: Needs) -> dict[str, bytes]:
-    """Programs for the tests, by path; none where nothing was needed."""
+    """Stand-in programs by path; empty if the tests install nothing."""
     if not needs:
         return {}
     nothing = "#!/bin/sh\nexit 0\n"

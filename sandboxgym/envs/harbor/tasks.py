@@ -6,8 +6,8 @@
 2. A malformed task is refused when the tasks are opened, with an error that names the file and the field
    (`TaskError`). A well-formed task that needs something this environment lacks (several containers, a GPU, Windows,
    several steps) is refused when it is played (`TaskUnsupported`), so that the other tasks of its folder can be used.
-   Nothing outside of a task's directory is read: its links are copied as links, and none of its own files may be one
-   that leads out.
+   Nothing outside of a task's directory is read: links are copied as links, and none of the task's own files may be a
+   link that leads out.
 3. Environment variables of this process are never passed on: of a template ``${NAME:-default}`` the default is used.
 """
 
@@ -32,7 +32,7 @@ from sandboxgym.task_env import TaskNotFound
 MINI = Path(__file__).parent / "mini"
 """Directory of the embedded tasks."""
 LARGEST_TEXT = 16 * 2**20
-"""Bytes of a ``task.toml`` or ``instruction.md``."""
+"""Limit in bytes of a ``task.toml`` or ``instruction.md``."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _TEMPLATE = re.compile(r"\$\{(\w+)(?::-(.*))?\}", re.DOTALL)
@@ -76,7 +76,7 @@ class HarborTask:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Digest of all of its files except those of the solution, when it was first asked for."""
+        """Digest of all of the task's files except the solution's, computed on first use and then kept."""
         return _digest_of(self.path, beside=("solution",))
 
     @property
@@ -126,8 +126,8 @@ class HarborTasks(Sequence[HarborTask]):
         """Position of a task, given by position or id.
 
         Raises:
-            TaskNotFound: there is none; the message has the nearest ids.
-            TypeError: neither a text nor a whole number.
+            TaskNotFound: there is no such task; the message has the nearest ids.
+            TypeError: ``task`` is neither a string nor an integer.
         """
         if isinstance(task, SupportsIndex) and not isinstance(task, bool):
             number = task.__index__()
@@ -149,12 +149,12 @@ def open_tasks(tasks: str | os.PathLike[str], *, instances: Sequence[str] | None
     Args:
         tasks: ``"mini"`` for the embedded tasks, a task's directory, or a directory with some of these (subdirectories
             without a ``task.toml`` are not looked at).
-        instances: only these, in this order.
+        instances: only the tasks with these ids, in this order.
 
     Raises:
-        TypeError: not a name or path.
+        TypeError: ``tasks`` is not a name or path, or ``instances`` is not a list.
         TaskError: there is no task, or one is malformed.
-        TaskNotFound: one of ``instances`` is not there.
+        TaskNotFound: one of ``instances`` does not exist.
     """
     if not isinstance(tasks, str | os.PathLike) or isinstance(os.fspath(tasks), bytes) or not os.fspath(tasks):
         raise TypeError(f"tasks: expected 'mini' or the path of a task or of a folder of tasks, found {brief(tasks)}")
@@ -180,7 +180,7 @@ def images(
     build: str = "auto",
     **_: Any,
 ) -> list[str]:
-    """Names of the images that the tasks of these arguments of the environment name; raises as `open_tasks` does."""
+    """Names of the images of the tasks that these arguments of the environment select; raises like `open_tasks`."""
     if build != "docker" and (image or tasks == "mini"):  # all are carried out on one root file system
         return [image.removeprefix("docker:")] if image and image.startswith("docker:") else []
     named = (task.image for task in open_tasks(tasks, instances=instances))
@@ -202,7 +202,7 @@ def read_task(folder: Path) -> HarborTask:
     """Read and check the task of a directory.
 
     Raises:
-        TaskError: it is malformed.
+        TaskError: the task is malformed.
     """
     try:
         folder.name.encode()
@@ -348,7 +348,7 @@ def _toml(path: Path) -> dict[str, Any]:
 
 
 def is_below(path: Path, folder: Path) -> bool:
-    """True if no link leads from a path out of a directory above it; the directory may be a link itself."""
+    """True if a path, with all links followed, stays in a directory, which may be a link itself."""
     place, root = os.path.realpath(path), os.path.realpath(folder)
     return place == root or place.startswith(root.rstrip("/") + "/")
 

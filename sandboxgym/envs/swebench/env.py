@@ -53,9 +53,9 @@ A Python repository is in {workdir}. Make the changes to its files that meet thi
 Tests for it exist already and need not be changed. Find the code that matters, write a script that shows the error,
 edit the source, run the script again, think of edge cases. Then submit.""",
 }
-"""Introduction of a task by set of tools; `SWEBenchEnv`'s ``prompt`` replaces it."""
+"""Default templates of the first observation, by set of tools; `SWEBenchEnv`'s ``prompt`` replaces them."""
 PROMPT_FIELDS = ("problem_statement", "workdir", "marker")
-"""Names of the values that an introduction is filled in with."""
+"""Names of the fields that such a template may have."""
 
 
 class SWEBenchEnv(AgentEnv[Task, Pristine, RepositoryBox, PatchVerdict]):
@@ -115,7 +115,7 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, RepositoryBox, PatchVerdict]):
       do not count. Empty if the files could not be read.
     - ``progress_key``: whether the repository was changed, and the result of the tests that the agent ran last.
     - ``lossy``: state that a snapshot taken now would not keep, such as ``"background: sleep 100"``; usually empty.
-      Losses that only the attempt reveals are in ``last`` and in the info that a restore returns.
+      Losses that only taking a snapshot reveals are in ``last.info`` and in the info that a restore returns.
     - ``verdict``: None, or ``resolved``, ``no patch``, ``patch too large``, ``patch does not apply``, ``tests fail``,
       ``tests time out``, ``no test results``, ``too much output``; ``suspicious`` with ``reject_suspicious``; ``infra
       failure``, ``sandbox ended``, ``needs network``. With it ``patch``, ``tests_status`` (the tests of
@@ -154,14 +154,14 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, RepositoryBox, PatchVerdict]):
       (root, ``backend="overlay"`` and CRIU; see ``sandboxgym doctor``). ``"auto"``: processes, but only while others
       than the shell run. State that cannot be captured is in ``lossy``. Such snapshots stay in this process.
     - ``strict``: refuse snapshots that would lose something (`SnapshotLossy`), rather than report it in ``lossy``.
-    - ``grade_at``: grade at this step and at later ones; 0: never. By default at the step limit of ``gym.make``; with
-      any other wrapper that truncates it has to be given.
+    - ``grade_at``: grade at this step and at later ones, in addition to submission; 0: only at submission. The default
+      is the step limit of ``gym.make``; set it if another wrapper truncates.
     - ``grade_timeout``: seconds that the tests may take.
     - ``reject_suspicious``: count suspicious work as not resolved, with the verdict ``suspicious``. By default the
       official verdict stands, so that numbers can be compared with published ones; turn it on for training.
-    - ``countercheck``: run the tests of work that resolves a task without any suspicion once more, changed so that they
-      cannot pass. This takes as long as the tests do; by default it is done if ``reject_suspicious`` is on.
-    - ``prompt``: introduction of a task, with the fields ``{problem_statement}``, ``{workdir}``, ``{marker}``.
+    - ``countercheck``: if work resolves its task and nothing in it is suspicious, run the tests again, changed so that
+      they cannot pass. This takes as long as the tests do; by default it is done if ``reject_suspicious`` is on.
+    - ``prompt``: template of the first observation; fields: ``{problem_statement}``, ``{workdir}``, ``{marker}``.
     - ``durations``: show the durations that pytest and unittest print. By default they are shown as 0.00s, so that
       equal states print equal text.
 
@@ -222,7 +222,7 @@ class SWEBenchEnv(AgentEnv[Task, Pristine, RepositoryBox, PatchVerdict]):
         )
 
     def expert(self, *, rng: random.Random | None = None, **options: Any) -> Expert:
-        """A player that knows the solution of the task being played, for demonstrations; see `Expert`."""
+        """A player for demonstrations, which knows the solution of the task being played; see `Expert`."""
         return Expert(lambda: self.task, tools=self.tools, rng=rng, **options)
 
     def grade(self) -> PatchVerdict:

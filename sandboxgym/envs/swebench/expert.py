@@ -40,7 +40,7 @@ class ScriptedChange:
     replaced: tuple[tuple[str, str], ...]
     """Pairs of a text and its replacement."""
     lines: tuple[tuple[int, int, tuple[str, ...]], ...]
-    """Changed lines by the old numbers: the first, how many are removed, and the lines in their place."""
+    """Changed lines by their old numbers: the first, how many are removed, and the lines that replace them."""
 
 
 def changes(patch: str) -> list[ScriptedChange]:
@@ -82,8 +82,8 @@ def _changed_lines(number: int, lines: list[str]) -> Iterator[tuple[int, int, tu
 def slips(edited: list[ScriptedChange], *, by_lines: bool) -> list[list[ScriptedChange]]:
     r"""Wrong versions of a solution, as by a careless expert; the same for equal solutions.
 
-    Nothing at all; only the first edit, where there are several; else that one a line too low, where it goes by line
-    numbers.
+    They are: no edit at all; the first edit alone, if there are several; and a single edit one line too low, if edits
+    go by line numbers.
 
     >>> [change] = changes("diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n")
     >>> [[change.lines for change in slip] for slip in slips([change], by_lines=True)]
@@ -99,19 +99,19 @@ def slips(edited: list[ScriptedChange], *, by_lines: bool) -> list[list[Scripted
 
 
 class Expert:
-    """Scripted expert.
+    """Scripted expert that is given the solution.
 
     Args:
-        playing: gives the task once an episode has begun.
-        tools: set of tools whose format its actions have.
+        playing: function that returns the task being played.
+        tools: set of tools in whose format the actions are written.
         rng: random stream of its choices; by default one with a fixed seed.
         noise: probability of a useless action.
-        direct: read, edit by line numbers (in bash) and submit: no looking around before, no tests after.
-        careless: probability of an episode with a slip: one of the task's `slips`, or, where it has a demonstration, to
-            submit at once.
+        direct: only read the files, edit them by line numbers (in bash) and submit, without a look around or tests.
+        careless: probability of an episode with a slip: one of the task's `slips` or, for a task with a demonstration,
+            an immediate submission.
 
     Raises:
-        ValueError: ``careless`` is no probability.
+        ValueError: ``careless`` is not a probability.
     """
 
     noisy = False

@@ -21,18 +21,18 @@ class ShopAction(NamedTuple):
 
 
 def parse(text: str, compat: Compat) -> ShopAction | None:
-    """Parse the text of an action; None if it is none.
+    """Parse the text of an action; None if the text is not an action.
 
-    In both grammars what follows the last ``]`` of the line is ignored and the argument is taken in lower case. The
-    original's wants the verb first and in lower case and no ``[`` in the argument, and takes blanks as they are (to
-    search for nothing but blanks is allowed). The default one takes the verb in any case and with white space before
-    it, ``[`` in the argument, and white space around the argument, which must not be all there is.
+    Both grammars ignore what follows the last ``]`` of the line, and turn the argument to lower case. The original's
+    grammar requires the verb first and in lower case, allows no ``[`` in the argument, and keeps its blanks, so a
+    search for blanks alone is possible. The default grammar takes the verb in any case and after white space, allows
+    ``[`` in the argument, and strips white space around the argument, which must then not be empty.
     """
     match = (_UPSTREAM if compat == "upstream" else _DEFAULT).match(text)
     if match is None:
         return None
     verb, argument = match.groups()
-    # Half a character has no encoding, so that neither an index nor a file could take it.
+    # Half of a surrogate pair has no encoding: neither an index nor a file could take it.
     argument = _LONE_SURROGATE.sub("\N{REPLACEMENT CHARACTER}", argument.lower())
     if compat == "default":
         verb, argument = verb.lower(), argument.strip()

@@ -39,7 +39,7 @@ class BrowserState:
     session: ShopState
     """The server's state of the episode; the address follows from it."""
     page: PageState
-    """State of the page that the address does not determine."""
+    """State of the page beyond what the address determines."""
     seen: str | bytes
     """Last observation; a screenshot as PNG."""
 
@@ -56,8 +56,8 @@ class WebShopBrowserEnv(WebShopEnv):
     Needs ``pip install 'sandboxgym[browser]'`` and a Chromium: the argument ``executable``, ``$SANDBOXGYM_CHROMIUM``,
     Playwright's own (``playwright install chromium``), or the first of chromium-headless-shell, chromium,
     chromium-browser, google-chrome, google-chrome-stable and chrome on the path. A headless shell, such as Playwright's
-    own, creates contexts several times faster than a full browser. The browser runs headless, and without Chromium's
-    own sandbox only for root.
+    own, creates contexts several times faster than a full browser. The browser runs headless, and with Chromium's own
+    sandbox unless the user is root.
 
     ## Action Space
     A string. WebShop's: ``search[keywords]`` types into the search field and submits it, ``click[value]`` clicks the
@@ -85,9 +85,9 @@ class WebShopBrowserEnv(WebShopEnv):
     is lazy: the browser opens the page before the next action or screenshot. A snapshot restores in any process on any
     machine; screenshots there may differ with the fonts and the browser.
 
-    State that this shop does not depend on is not kept: the heap of scripts, ``sessionStorage``, the browser history (a
-    restored page has nothing to go back to), pending requests, the undo history of the field, the position of the mouse
-    pointer (it is moved to the corner before every screenshot), and the browser's cache.
+    Snapshots leave out state that the shop does not depend on: the heap of scripts, ``sessionStorage``, the browser
+    history (a restored page has nothing to go back to), pending requests, the undo history of the field, the position
+    of the mouse pointer (which moves to the corner before every screenshot), and the browser's cache.
 
     ## Arguments
     - ``catalogue``, ``goals``, ``split``, ``tasks``, ``price_seed``, ``nouns``, ``pos``, ``search_backend``,
@@ -154,6 +154,7 @@ class WebShopBrowserEnv(WebShopEnv):
 
         Raises:
             TaskNotFound: there is no such goal, or it is not in the split.
+            ValueError: an option is unknown, or both ``"goal"`` and ``"task"`` are given.
             DependencyNotInstalled: Playwright or a browser is missing; the message says how to get it.
             BrowserError: the browser failed; the environment is unchanged.
         """

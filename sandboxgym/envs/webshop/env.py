@@ -38,8 +38,9 @@ class WebShopEnv(TaskEnv[str, str]):
     ``compat="default"`` differs where an agent could exploit or stumble over the original:
 
     - A search needs the search bar (original: possible on every page).
-    - Keywords are plain words (original: those that begin with ``<r>``, ``<c>`` or ``<q>`` list random products, a
-      whole category, or the products behind a hidden query; ``<a>`` is an error; with ``"upstream"`` it does nothing).
+    - Keywords are plain words (original: keywords that begin with ``<r>``, ``<c>`` or ``<q>`` list random products, a
+      whole category, or the products behind a hidden query; ``<a>`` raises an error, but does nothing with
+      ``compat="upstream"``).
     - The purchase ends the episode: afterwards nothing happens and ``terminated`` stays true (original: the episode
       continues, ``terminated`` is true only in the step of a purchase, and products can be bought again).
     - ``next >`` is only there if there are more results (original: always, leading to empty pages).
@@ -89,11 +90,11 @@ class WebShopEnv(TaskEnv[str, str]):
 
     ## Information
     ``available_actions`` (``has_search_bar`` and ``clickables``, as in the original), ``admissible_commands`` (actions
-    that do something here: a click on everything clickable and, if there is a search bar, a search for the whole
-    instruction, in place of which any keywords are allowed), ``instruction``, ``task_id``, ``success`` (the purchase
+    that do something here: a click on each clickable element and, if there is a search bar, a search for the whole
+    instruction; a search for other keywords is allowed too), ``instruction``, ``task_id``, ``success`` (the purchase
     was worth 1), ``valid_action`` (the last action did something), ``page_type`` (``search``, ``results``, ``item``,
-    ``sub_page``, ``done``), ``state_hash`` (equal if and only if goal, page and products looked at are),
-    ``progress_key`` (see ``progress``), ``features`` (see ``features``). After a purchase also ``reward_info``:
+    ``sub_page``, ``done``), ``state_hash`` (the same for states with the same goal, page and products looked at),
+    ``progress_key`` and ``features`` (see ``progress`` and ``features`` below). After a purchase also ``reward_info``:
     ``r_type``, ``r_att``, ``r_option``, ``r_price``, the weights ``w_att``, ``w_option``, ``w_price``, the criteria for
     the type (``query_match``, ``category_match``, ``title_score``) and ``nouns``, the name of the tagger behind
     ``title_score``.
@@ -111,7 +112,8 @@ class WebShopEnv(TaskEnv[str, str]):
     - ``pos``: tagger of nouns in titles, for the type's part of the reward: ``"embedded"``, ``"spacy"`` (as in the
       original; needs spaCy and its model) or a function from a title to its nouns.
     - ``nouns``: a JSON file that maps titles to their nouns; ``pos`` tags the titles that are not in it.
-    - ``search_backend``: ``"bm25"`` (the original's ranking) or another one that ``open_search`` knows.
+    - ``search_backend``: ``"bm25"`` (the original's ranking) or ``"lucene"`` (the original's own search engine;
+      ``pip install 'sandboxgym[webshop-lucene]'`` and Java 21 or later).
     - ``progress``: content of ``progress_key`` beyond the kind of page. ``"options"``: whether the page has the product
       that the goal was made from, and how many of the goal's options are chosen. ``"worth"``: the reward for buying
       now, or on a page of results its mean over the products, in tenths; for baselines and schedules, not for policies.
@@ -191,6 +193,7 @@ class WebShopEnv(TaskEnv[str, str]):
 
         Raises:
             TaskNotFound: there is no such goal, or it is not in the split.
+            ValueError: an option is unknown, or both ``"goal"`` and ``"task"`` are given.
         """
         super().reset(seed=seed)
         self._session = self.shop.start(self._goal(options or {}))
@@ -198,7 +201,7 @@ class WebShopEnv(TaskEnv[str, str]):
         return transition.observation, transition.info
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Search or click."""
+        """Search or click; see *Action Space*."""
         if not isinstance(action, str):
             raise TypeError(f"expected an action as a string, found {action!r}")
         self._session = self.shop.act(self._shopping(), action, draw=self._draw)
@@ -268,7 +271,7 @@ class WebShopEnv(TaskEnv[str, str]):
         if self.shop.compat == "default":
             return here[int(self.np_random.integers(len(here)))]
         ends = np.cumsum(self.shop.goals.weights()[np.asarray(here)])
-        # Quirk: the original looks the draw up in [0, *ends], one place too high.
+        # Quirk: the original looks the draw up in [0, *ends], so it takes the next goal.
         position = int(np.searchsorted(ends, self.np_random.uniform(0, ends[-1]), side="right")) + 1
         return here[min(position, len(here) - 1)]
 
@@ -327,7 +330,8 @@ class WebShopEnv(TaskEnv[str, str]):
         return ShopState.decode(data)
 
     def _config(self) -> dict[str, Any]:
-        # Without the split: every split with this goal fits. Without the catalogue's path: its content decides.
+        # The split is left out: a snapshot fits every split that has its goal. So is the catalogue's path: its content
+        # decides.
         shop = self.shop
         return {
             "catalogue": shop.catalogue.digest,

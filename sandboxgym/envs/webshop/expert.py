@@ -99,25 +99,25 @@ class _Item:
 
 
 class Expert:
-    """Rule-based shopper. Call `reset` with the first observation, then `act` with each one, the first included.
+    """Rule-based shopper: call `reset` with the first observation, then `act` with it and with each later one.
 
     With probability ``noise`` an action is not the expert's: half of these lead to some other page, half do nothing.
     `noisy` tells whether the last one was.
 
     Args:
-        rng: of the noise.
-        noise: its probability.
-        candidates: how many products it compares at most. Fewer make shorter and worse episodes.
-        reads: also look at their features, for two more actions each.
+        rng: random stream of the noise.
+        noise: probability of a random action.
+        candidates: largest number of products to compare. Fewer make shorter and worse episodes.
+        reads: also look at the products' features, which takes two more actions for each.
         copies: search for the instruction as it stands, take the products in the shop's order, and write names as pages
-            show them, after a blank (``click[ B0TCQ3ZDOE]``): what a small model can learn to copy.
-        listed: search for the whole instruction, and take the products in the shop's order: every action is one of the
-            ``admissible_commands`` then.
-        careless: probability of an episode with a slip, one of two that are always the same in a task: it forgets to
-            choose options, or takes the neighbour of the first that it should choose.
+            show them, after a blank (``click[ B0TCQ3ZDOE]``), so that a small model can learn to copy them.
+        listed: search for the whole instruction, and take the products in the shop's order, so that every action is one
+            of the ``admissible_commands``.
+        careless: probability of an episode with one of two mistakes, always the same two for a task: it chooses no
+            options, or takes the neighbour of the first option that it should choose.
 
     Raises:
-        ValueError: ``careless`` is no probability.
+        ValueError: ``careless`` is not a probability.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Expert:
         """Forget everything, then read the instruction.
 
         Raises:
-            ValueError: the observation has none, as in modes ``html`` and ``url``.
+            ValueError: the observation has no instruction, as in modes ``html`` and ``url``.
         """
         pieces = _pieces(observation)
         if "Instruction:" not in pieces:
@@ -184,7 +184,7 @@ class Expert:
             return f"search[{self._keywords()}]"
         if "< Prev" in pieces:
             return self._at_features(pieces)
-        return "click[back to search]"  # after the purchase: there is nothing to do
+        return "click[back to search]"  # after the purchase, any action does nothing
 
     def _keywords(self) -> str:
         if self._listed:
@@ -192,7 +192,7 @@ class Expert:
         words = (self._order.text if self._copies else self._order.keywords).split()
         if self._searches == 0 or self._items:
             return " ".join(words)
-        return " ".join(words[: max(1, len(words) // (1 + self._searches))])  # too special: nothing was found
+        return " ".join(words[: max(1, len(words) // (1 + self._searches))])  # fewer after each search without results
 
     # Pages.
 

@@ -6,8 +6,8 @@ What this module promises:
    the catalogue, then the price caps of the goals: the draws of the original with that seed.
 2. The order of goals is the original's shuffle by seed 233. It depends on the number of goals and on nothing else: it
    is the same for every seed, worker and process, so that a split by index means the same goals everywhere.
-3. Only a few numbers per product are kept: goals are made on request. With all 1.18 million
-   products, whose combinations of options make millions of synthetic goals, the order is all that takes memory.
+3. Only a few numbers per product are kept: goals are made on request. With all 1.18 million products, whose
+   combinations of options make millions of synthetic goals, only the order takes much memory.
 4. What takes seconds to compute is kept on disk, written atomically, and memory-mapped by later processes: the order
    of many goals, and the draws for a catalogue that is itself on disk. A file that does not fit is written again.
 """
@@ -42,7 +42,7 @@ Split = Literal["test", "eval", "train", "product-test", "product-eval", "produc
 SHUFFLE_SEED = 233
 PRICE_CAPS = tuple(10.0 * tens for tens in range(1, 100))
 NO_CAP = 1_000_000.0
-"""Upper price of a goal whose product is too expensive for two of `PRICE_CAPS` to lie above it."""
+"""Upper price of a goal without a cap, because fewer than two of `PRICE_CAPS` are above its product's price."""
 OFFICIAL_SPLITS = {"test": (0, 500), "eval": (500, 1500), "train": (1500, None)}
 PRODUCT_SPLITS = {"product-test": (0, 10), "product-eval": (10, 20), "product-train": (20, 100)}
 """Splits of the products in percent."""
@@ -53,7 +53,7 @@ _LONG = 2**20
 _DRAWS_FORMAT = 1
 """Version of the kept draws, increased whenever they would change."""
 _KEPT_DRAWS = 16
-"""Number of files of draws, some MB each, from which on a catalogue keeps no more."""
+"""Limit of the number of files of draws that a catalogue keeps, some MB each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ class Prices(Mapping[str, float]):
 
 
 def prices(catalogue: Catalogue, price_seed: int = 0) -> Prices:
-    """Draw the price of every product from its range. Pages show the range, the reward uses the draw."""
+    """Draw the price of every product from its range; pages show the range, and the reward uses the drawn price."""
     return _draw_prices(catalogue, random.Random(price_seed))
 
 
@@ -157,8 +157,8 @@ class Goals(Sequence[Goal]):
     A *source* is what goals are made of: a product with an instruction, or a person's instruction.
 
     Args:
-        positions: of the sources' products in the catalogue; in its order.
-        counts: goals of each source.
+        positions: positions in the catalogue of the sources' products, in its order.
+        counts: number of goals of each source.
     """
 
     kind: Kind
@@ -253,7 +253,7 @@ class SyntheticGoals(Goals):
 
     def _describe(self, source: int, product: Product, number: int) -> tuple[str, tuple[str, ...], Options]:
         options = []
-        for group in sorted(product.options, reverse=True):  # the last one varies fastest
+        for group in sorted(product.options, reverse=True):  # the last group varies fastest
             number, value = divmod(number, len(product.options[group]))
             options.append((group, product.options[group][value]))
         options.reverse()
@@ -295,12 +295,12 @@ class HumanGoals(Goals):
 def goals(catalogue: Catalogue, kind: Kind = "synthetic", *, price_seed: int = 0) -> Goals:
     """Make the goals of a catalogue, one object per process.
 
-    Making the order of the millions of synthetic goals that all 1.18 million products have takes seconds, once: it is
-    kept on disk.
+    All 1.18 million products have millions of synthetic goals. Their order takes seconds to compute, and is then kept
+    on disk.
 
     Raises:
-        CatalogueNotFound: human goals of a catalogue that comes without.
-        ValueError: no such kind, or the catalogue has no goals of this kind.
+        CatalogueNotFound: human goals are asked for, but the catalogue has no human instructions.
+        ValueError: the kind is unknown, or the catalogue has no goals of this kind.
     """
     kinds: dict[str, type[SyntheticGoals | HumanGoals]] = {"synthetic": SyntheticGoals, "human": HumanGoals}
     if kind not in kinds:
@@ -320,7 +320,7 @@ def split(goals: Goals, name: Split | None = None) -> Sequence[int]:
     in any catalogue.
 
     Raises:
-        ValueError: no such split, or no goal in it.
+        ValueError: the split is unknown or has no goal.
     """
     if name is None:
         return range(len(goals))

@@ -2,15 +2,16 @@
 
     total = r_type * (met attributes + met options + r_price) / (attributes + options + 1)
 
-The product's type decides r_type: 1, 0.5, 0.1 or 0. Attributes and options are met if they are nearly the same text
-(`words.fuzzy`); attributes also if they occur in the product's text. Surprising rules of the original:
+The product's type decides r_type: 1, 0.5, 0.1 or 0. An attribute is met if the product has one with nearly the same
+text (`words.fuzzy`), or if it occurs in the product's text; an option is met if a chosen option has nearly the same
+text. Surprising rules of the original:
 
 1. The price is the product's, whatever the options; options are compared without regard to their group.
-2. The options of synthetic goals are compared as the text of the pair (group, value): a chosen option is met if its
-   words are among those of the pair, the group's name included. Colours are reduced to their name ("light blue" to
-   "blue") in the chosen options and in the values of human goals; of a pair, only if the value is that name.
-3. Titles with nothing in common give 0 and with less than a tenth 0.1, even if query or category match. A goal's own
-   product can score below 1 in its title, where nouns repeat.
+2. An option of a synthetic goal is compared as the text of the pair (group, value): it is met if the words of a chosen
+   value are among those of the pair, which include the group's name. Colours are reduced to their name ("light blue"
+   to "blue") in the chosen options and in the values of human goals; a pair is reduced only if its value is that name.
+3. If the titles have no noun in common, r_type is 0, and below a tenth it is 0.1, even if query or category match. If
+   nouns repeat in its title, a goal's own product has a title score below 1.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ class Reward:
     r_type: float
     r_att: float
     r_option: float | None
-    """Share of options met; None if the goal asks for no option, and `w_option` is 0 then."""
+    """Share of options met; None if the goal asks for no option, in which case `w_option` is 0."""
     r_price: bool
     w_att: float
     w_option: float
@@ -49,11 +50,11 @@ def reward(goal: Goal, product: Product, *, price: float, options: Mapping[str, 
     """Compute the reward of buying a product for a goal.
 
     Args:
-        goal: what was asked for.
-        product: what is bought.
-        price: of the product, in dollars (`sandboxgym.envs.webshop.goals.prices`).
-        options: the values chosen, by group.
-        nouns: tells the nouns of a title.
+        goal: goal of the episode.
+        product: the bought product.
+        price: price of the product in dollars (`sandboxgym.envs.webshop.goals.prices`).
+        options: chosen values by group.
+        nouns: tagger of the nouns of a title.
 
     Raises:
         NounsUnknown: ``nouns`` does not know a title.

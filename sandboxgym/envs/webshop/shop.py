@@ -1,8 +1,8 @@
 """`Shop`: data shared by all environments of a process, and the transitions of a `ShopState` as pure functions.
 
 A shop is immutable: catalogue, goals, prices, search, noun tagger and rules. Environments with equal arguments share
-one, and its cache of pages, so that forks that reach the same page build it once. A session is a small value
-(:mod:`.session`); `Shop.act` returns the next one.
+one shop and its cache of pages, so forks that reach the same page build it once. The state of an episode is a small
+value (:mod:`.shop_state`); `Shop.act` returns the next one.
 
 ``compat="upstream"`` follows the original's text environment exactly:
 
@@ -60,7 +60,7 @@ _SUB_PAGES = {name.lower(): name for name in SUB_PAGES}
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page, with the information that environments give beside the observation."""
+    """A page, with what environments need for the observation and ``info``."""
 
     goal: Goal
     view: View
@@ -71,7 +71,7 @@ class Page:
     """Kind of page, whether it shows the goal's product, and the number of the goal's options that are chosen."""
     state_hash: str
     texts: dict[text_pages.ObservationMode, str] = field(default_factory=dict, compare=False, repr=False)
-    """Observations by mode, each once it was asked for."""
+    """Observations by mode, each added when it is first asked for."""
 
     def text(self, mode: text_pages.ObservationMode) -> str:
         """Observation of the page."""
@@ -85,10 +85,10 @@ class Shop:
     """The shop and its rules; see the module's description.
 
     Args:
-        catalogue, goals, search, nouns: what it is made of.
+        catalogue, goals, search, nouns: the parts of the shop.
         compat: see `Compat`.
-        show_attributes: item pages lead to a page with the product's hidden attributes.
-        identity: tells shops apart in `Page.state_hash`.
+        show_attributes: link item pages to a page with the product's hidden attributes.
+        identity: name of the shop that is part of every `Page.state_hash`.
     """
 
     def __init__(
@@ -119,10 +119,10 @@ class Shop:
         return self._page(session.goal, session.place, session.visited)
 
     def prospect(self, session: ShopState) -> float | None:
-        """Reward of buying now; on a page of results, the mean over its products; None on the first page.
+        """Reward for buying now; on a page of results, the mean over its products; None on the search page.
 
         Raises:
-            NounsUnknown: the shop does not know the nouns of one of their titles.
+            NounsUnknown: the shop does not know the nouns of a title.
         """
         place = session.place
         if place.page != "results":
@@ -131,8 +131,10 @@ class Shop:
         return sum(worths) / len(worths) if worths else 0.0
 
     def features(self, session: ShopState) -> tuple[float, ...]:
-        """Features to learn state values from: the kind of page, the reward of buying now (on a page of results, the
-        mean over its products), and that with the goal's options chosen (there, of the best product).
+        """Features from which a trainer may learn state values.
+
+        They are the kind of page, the reward for buying now (on a page of results, the mean over its products), and
+        that reward with the goal's options chosen (on a page of results, for the best product).
 
         Raises:
             NounsUnknown: see `prospect`.
@@ -200,9 +202,9 @@ class Shop:
         """Return the session after an action; if the action does nothing here, only reward and flags change.
 
         Args:
-            session: before it.
+            session: the session before the action.
             text: such as "search[red shoes]" or "click[buy now]"; see `actions.parse`.
-            draw: gives a seed where the original draws at random (``<r>`` only).
+            draw: function that returns a seed; called where the original draws at random (``<r>`` only).
         """
         action = actions.parse(text, self.compat)
         over = self.compat == "default" and session.place.page == "done"
@@ -396,12 +398,19 @@ def open_shop(
     Args:
         catalogue: see `load_catalogue`.
         goals: "synthetic" or "human".
-        price_seed: of the prices within a range and of the price caps in goals.
-        nouns: a file with the nouns of titles.
-        pos: what tells the nouns of the titles that are not in the file, or of all; see `open_nouns`.
+        price_seed: seed of the prices within a range and of the price caps in goals.
+        nouns: JSON file with the nouns of titles.
+        pos: tagger of the titles that are not in the file, or of all titles without a file; see `open_nouns`.
         search_backend: see `open_search`.
         compat: see `Compat`.
         show_attributes: see `Shop`.
+
+    Raises:
+        CatalogueNotFound, CatalogueMalformed: see `load_catalogue`; also for human goals that the catalogue lacks.
+        ValueError: an argument is unknown, or the catalogue has no goals of this kind.
+        DependencyNotInstalled: the search or the tagger needs a package that is not installed.
+        FileNotFoundError: the file of ``nouns`` is missing.
+        OSError: the index of a large catalogue cannot be written.
     """
     if compat not in get_args(Compat):
         raise ValueError(f"expected compat to be one of {get_args(Compat)}, found {compat!r}")

@@ -37,7 +37,7 @@ class ShopPage:
     options: Options = ()
     sub_page: SubPage | None = None
     draw: int | None = None
-    """Products drawn by the original's random search (``<r>``)."""
+    """Seed that determines the products of the original's random search (``<r>``)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class ShopState:
     """True if the last step's action was valid."""
 
     def encode(self) -> bytes:
-        """Encode the session as bytes, some hundred unless the query is long."""
+        """Encode the state as some tens or hundreds of bytes; a long query takes more."""
         place = self.place
         return durable.pack(
             [
@@ -84,8 +84,8 @@ class ShopState:
         """Decode the result of `encode`.
 
         Raises:
-            SnapshotCorrupt: the bytes are not an encoded session. Whether the shop has its goal and its products is
-                for `Shop.check` to say.
+            SnapshotCorrupt: the bytes are not an encoded session. `Shop.check` tells whether the shop has its goal
+                and its products.
         """
         if len(data) > _MAX_BYTES:
             raise SnapshotCorrupt(f"expected an encoded session, found {len(data)} bytes")

@@ -1,8 +1,8 @@
 """Pages of the shop as text, in the original's two forms. Pure functions of a `View`.
 
 ``text`` separates the pieces of a page by `` [SEP] ``; ``text_rich`` has one on each line and marks what can be
-clicked. With ``compat="upstream"`` both are exactly what the original makes of its HTML: with white space between
-tags, invisible elements and all.
+clicked. With ``compat="upstream"`` both are exactly what the original makes of its HTML, including invisible elements
+and the white space between tags.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`View`: the content of a page of the shop as an immutable value, before any text or markup.
 
-All renderers show this value: :mod:`.pages` as text, `site.markup` as HTML. The effects of `compat` on pages (the
-buttons, the names of options, the marks of chosen ones) are decided here.
+All renderers show this value: :mod:`.text_pages` as text, `web.html` as HTML for mode ``html``, and `site.markup` as
+the website. The effects of ``compat`` on pages (buttons, names of options, marks of chosen ones) are decided here.
 """
 
 from __future__ import annotations
@@ -117,10 +117,10 @@ def view_of(
     """Make the view of a place.
 
     Args:
-        place: which page.
-        goal: what to shop for.
-        session: the name of the session in the address.
-        catalogue: what the shop sells.
+        place: the page to show.
+        goal: the goal of the episode.
+        session: name of the session in the address.
+        catalogue: the products of the shop.
         compat: see `Compat`.
         found: all results, on a page of results.
         visited: products to be marked there.

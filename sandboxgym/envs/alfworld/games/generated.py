@@ -1,11 +1,11 @@
-"""Embedded games: small household games of our own, in the file format of the official ALFWorld games.
+"""Embedded games: small household games of this package, in the file format of the official ALFWorld games.
 
 What this module promises:
 
 1. A game is a function of (split, index) alone: the same bytes on every machine and Python version.
 2. All six task types take turns: game ``i`` has type ``TASK_TYPES[i % 6]``. Every game is solvable and comes with a
    short walkthrough, both by construction.
-3. Splits go by layout (which furniture, what stands beside what, what is open at first). "train" and "seen" share
+3. Splits are made by layout (which furniture, what stands beside what, what is open at first). "train" and "seen" share
    the train layouts, and no game of "seen" is one of "train" (they take the two values of a bit of the game's hash);
    the layouts of "unseen" occur in neither.
 4. Small: 6 to 9 pieces of furniture, 6 to 10 items, walkthroughs of 3 to 11 steps, one-word names with numbers 1 to 4.
@@ -262,7 +262,11 @@ def task_type_of(index: int) -> str:
 
 
 def generate_game(split: str, index: int) -> bytes:
-    """Generate the game file with this number; ``index`` has no upper bound. Raises ValueError for an unknown split."""
+    """Generate the game file with this number; ``index`` has no upper bound.
+
+    Raises:
+        ValueError: the split is unknown, or the index is negative.
+    """
     return draw_game(split, index).to_json()
 
 
@@ -306,7 +310,7 @@ def _draw_layout(rng: random.Random, room: str) -> Layout:
     for _ in range(6 + _below(rng, 4) - len(kinds)):
         kinds.append(optional.pop(_below(rng, len(optional))))
     kinds.sort()
-    # One layout in three has a pair that stands together: only one of the two can be gone to from elsewhere.
+    # One layout in three has a pair that stands together: "go to" reaches only one of the two from elsewhere.
     beside = _below(rng, 3 * (len(kinds) - 1))
     pieces: list[Furniture] = []
     spot = 0
@@ -327,7 +331,7 @@ def _draw(rng: random.Random, split: str, task_type: str) -> HouseholdGame | Non
     places: dict[str, Furniture] = {}
     if destination == "lamp":
         places["lamp 1"] = _choose(rng, _lamp_stands(layout))
-    # Some rooms have a second thing that would do.
+    # In some games a second object also fits the task.
     copies = 2 if task_type == "pick_two_obj_and_place" else 1 + (_below(rng, 5) == 0)
     drawn = [target] * copies
     others = [item for item in ROOMS[layout.room].items if item != target]

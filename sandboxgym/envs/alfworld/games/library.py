@@ -89,10 +89,10 @@ class GameLibrary(Sequence[GameRef]):
         return f"GameLibrary({self._source!r}, {len(self)} games)"
 
     def index(self, task: str | SupportsIndex | os.PathLike[str], *_: object) -> int:
-        """Find the number of a game, given as number, id, path of its file, or an ending of its id or path
-        that no other game has.
+        """Find the number of a game, given as number, id, path of its file, or a unique ending of its id or path.
 
-        Raises GameNotFound, with the nearest ids.
+        Raises:
+            GameNotFound: no game, or more than one, matches; the message has the nearest ids.
         """
         if isinstance(task, SupportsIndex):
             if 0 <= (number := task.__index__()) < len(self):
@@ -135,8 +135,13 @@ class GameLibrary(Sequence[GameRef]):
     def load(self, number: int, *, digest: str | None = None) -> Game:
         """Load the compiled game, shared with everyone who loads it.
 
-        With ``digest``, raises GameError if the game is not the one that had it. Raises GameError, naming the file,
-        for what is no game, and DataNotFound for a file that is gone.
+        Args:
+            number: index of the game.
+            digest: digest that the game must have, if given.
+
+        Raises:
+            GameError: the file is not a game, or has another digest; the message names it.
+            DataNotFound: the file is gone.
         """
         ref = self._refs[number]
         game = _load(ref)
@@ -164,11 +169,11 @@ def open_library(
             ``game.tw-pddl``; a file; or a sequence of files, whose order is kept.
         data: root of the official data; default ``$ALFWORLD_DATA``, else where ``sandboxgym download`` puts it.
         task_types: keep games of these types only.
-        limit: then keep the first ``limit`` games only.
+        limit: keep only the first ``limit`` of these games.
 
     Raises:
         DataNotFound: a split, directory or file is not there, or holds no game.
-        ValueError: an unknown embedded split or task type.
+        ValueError: an embedded split or a task type is unknown.
     """
     for task_type in task_types or ():
         if task_type not in TASK_TYPES:
@@ -367,16 +372,16 @@ def content_of(ref: GameRef) -> bytes:
 
 
 def instruction_of(ref: GameRef) -> str:
-    """Instruction of a game, after "Your task is to:" in its introduction; the game is read, not compiled."""
+    """Instruction of a game, the text after "Your task is to:"; the file is read, but the game is not compiled."""
     found = _INSTRUCTION.search(content_of(ref))
     return "" if found is None else found[1].decode("utf-8", "replace").strip()
 
 
 def check_data(root: Path) -> list[str]:
-    """Official data found under a directory, a line per split; the first game of each is compiled.
+    """List the official data found under a directory, one line per split; the first game of each is compiled.
 
     Raises:
-        ValueError: there is no split, or its first game cannot be played.
+        ValueError: there is no official data, or the first game of a split cannot be played.
     """
     lines = []
     for split in OFFICIAL_SPLITS:

@@ -1,8 +1,8 @@
 """Prior of where things are in a home, shared by the embedded games and the expert.
 
 `USUAL_PLACES[item][furniture]` is a relative weight. The generator of the embedded games draws the place of an item
-from it (kind of furniture by weight, then one piece of that kind uniformly), so it is what an agent can learn from
-many games; the expert searches by it. The official games know more and longer names: `ALIASES` maps them to a line
+from it (kind of furniture by weight, then one piece of that kind uniformly), so an agent can learn it from many games;
+the expert searches by it. The official games know more and longer names: `ALIASES` maps them to a line
 or column of the table that suits them. The weights are a guess about homes in general, not fitted to any data set.
 """
 

@@ -3,8 +3,8 @@
 1. Only a test runner's own report of a run is changed: pytest's last line (``=== 3 passed in 0.17s ===``, or
    ``3 passed in 0.17s``) and unittest's ``Ran 3 tests in 0.017s`` where a verdict follows.
 2. The command has to run a test runner, and nothing in it may show a file: after ``pytest; cat log``, or a
-   ``git diff`` or ``grep`` beside it, every line stays as it is. So text copied from the screen is also in the
-   file.
+   ``git diff`` or ``grep`` beside it, every line stays as it is. So text that an agent copies from this output is
+   also in the file.
 3. A program that reads a runner's output from a pipe (``| tail -5``) shows no file unless it is given one.
 """
 

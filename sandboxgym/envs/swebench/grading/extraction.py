@@ -5,8 +5,8 @@
    the objects of that repository are used. Attributes and ignored files count as they are in the tree.
 2. A nested repository is read as plain files, unless the task's own tree has it as a submodule. Entries that git cannot
    store (pipes, sockets, devices) are left out.
-3. If that fails, the files are copied as an archive over the task's own files, and the patch is made there: tar is the
-   only program of the agent's sandbox that is used.
+3. If that fails, the files are copied as an archive over the task's own files, and the patch is made there. The only
+   program of the agent's sandbox that this uses is tar.
 4. A patch is bounded (`PATCH_LIMIT`), and so is the time spent on it. Every problem is reported.
 """
 
@@ -28,7 +28,7 @@ ARCHIVE_LIMIT = 64 * 2**20
 """Limit in bytes of the archive (compressed if there is gzip) of a repository that cannot be read in place."""
 SECONDS = 300.0
 """Timeout in seconds of reading the work."""
-_SAID = 300  # characters of what went wrong that are told
+_SAID = 300  # limit in characters of a reported problem
 _PATCH = f"{EXTRACTED}/patch"
 _ARCHIVE = f"{EXTRACTED}/files.tar"
 _DIRECTORY = f"""set -e
@@ -37,7 +37,7 @@ mkdir -p /tmp
 rm -rf {EXTRACTED}
 mkdir {EXTRACTED}
 """
-# The difference of the files to the start. It runs in a copy of the sandbox that is thrown away.
+# Writes the difference between the files and the start. It runs in a copy of the sandbox that is thrown away.
 _DIFF = f"""
 cd {WORKDIR}
 [ "$(id -u)" = 0 ] || chmod -R u+rwX . || true
@@ -100,7 +100,7 @@ class Work:
 
 
 class WorkLost(Exception):
-    """Raised if a sandbox cannot be started on the agent's files, but can be on those of the task's start."""
+    """Raised if a sandbox cannot be started on the agent's files, though one can on the task's original files."""
 
 
 def extract(box: RepositoryBox, leaf: SandboxSnapshot, pristine: Pristine) -> Work:
@@ -108,12 +108,12 @@ def extract(box: RepositoryBox, leaf: SandboxSnapshot, pristine: Pristine) -> Wo
 
     Args:
         box: sandbox for the extraction; its content is lost.
-        leaf: the sandbox as it stands.
-        pristine: the task's files before anything was done.
+        leaf: snapshot of the sandbox with the work.
+        pristine: the task's files before any action.
 
     Raises:
-        WorkLost: by what was done, there is nothing left to read it with, such as bash.
-        SandboxError: the machine is at fault.
+        WorkLost: the agent removed what is needed to read the work, such as bash.
+        SandboxError: the sandbox failed for a reason that is not the agent's.
     """
     files = leaf.files()
     try:
@@ -157,7 +157,7 @@ def _diff(box: RepositoryBox, pristine: Pristine) -> Work:
         patch = box.read_file(_PATCH, limit=PATCH_LIMIT).decode("utf-8", "surrogateescape")
     except FileTooLarge:
         return Work("", too_large=True)
-    except OSError as error:  # the programs are the agent's too, and may have put anything there
+    except OSError as error:  # the agent may have replaced the programs, which may leave anything there
         log.info("no patch could be read: %s", error)
         return Work("", problem or f"the work cannot be read: {error}"[:_SAID])
     return Work(patch, problem)

@@ -28,7 +28,7 @@ CPU_SECONDS = 60
 """Limit of CPU seconds per log."""
 MEMORY = 2 * 2**30
 """Limit in bytes of memory per log, in addition to that of the official code."""
-_WALL = 20  # times the processor time, on a machine that is busy
+_WALL = 20  # limit of wall-clock time as a multiple of CPU time, for busy machines
 _REPLY = 64 * 2**20  # bytes
 _START = "from sandboxgym.envs.swebench.grading.parsing import serve; serve({descriptor})"
 
@@ -44,10 +44,10 @@ def parse(path: str, request: dict[str, Any], *, seconds: int = CPU_SECONDS, mem
         path: path of the log.
         request: for `answer`.
         seconds: limit of CPU time.
-        memory: bytes that it may take.
+        memory: limit in bytes of memory.
 
     Raises:
-        ParserDied: it took more, or the parser failed.
+        ParserDied: a limit was exceeded, or the parser failed.
     """
     body = json.dumps({"path": path, "seconds": seconds, "memory": memory, "request": request}).encode()
     for attempt in (1, 2):
@@ -181,7 +181,7 @@ def _serve_one(descriptor: int) -> None:
                 found = answer(asked["path"], asked["request"])
             except MemoryError:
                 os._exit(1)
-            except Exception as error:  # the parsers were not written for logs that mean them harm
+            except Exception as error:  # the parsers were not written for hostile logs
                 found = {"error": f"{type(error).__name__}: {error}"[:500]}
             connection.sendall(json.dumps(found).encode())
     finally:
@@ -197,7 +197,7 @@ def answer(path: str, request: dict[str, Any]) -> dict[str, Any]:
             ``expected``: how every test has to end, empty where only those of the row count.
 
     Returns:
-        ``outcome``: the report of this instance; ``odd``: what `suspicion.of_log` says.
+        ``outcome``: the report of this instance; ``odd``: the findings of `suspicion.of_log`.
     """
     from swebench.harness.grading import get_eval_report
     from swebench.harness.log_parsers import PARSER_REGISTRY

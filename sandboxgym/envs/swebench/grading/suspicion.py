@@ -25,7 +25,7 @@ from sandboxgym.envs.swebench.grading.patches import Change, changes, foreign
 
 MOST = 20
 """Limit of the findings reported for one patch."""
-_LONGEST = 1000  # characters of an added line that is looked at; the rest is looked at in further pieces
+_LONGEST = 1000  # longer added lines are examined in pieces of this many characters
 _QUOTED = 100  # characters of a name
 
 
@@ -52,7 +52,7 @@ _MEANS = re.compile(
     r"(^|/)(testing|testutils|_testing|test_utils)(\.py$|/)|(^|/)django/test/|(^|/)sympy/utilities/pytest\.py$"
     r"|(^|/)_pytest/(runner|reports|terminal|outcomes|main|python_api)\.py$"
 )
-"""Files by which a repository provides means of testing, to others and to itself."""
+"""Pattern of files with which a repository provides testing tools, to others and to itself."""
 _TESTING = frozenset(
     [
         "pytest",
@@ -230,11 +230,11 @@ def of_patch(
 
     Args:
         patch: the patch to examine.
-        solution: the task's own.
-        test_patch: with which the tests come.
-        test_command: command that runs them.
-        tests: their names.
-        statement: problem statement; a patch may use its contents.
+        solution: the task's own patch.
+        test_patch: patch that adds the hidden tests.
+        test_command: command that runs the tests.
+        tests: names of the tests.
+        statement: problem statement, whose contents a patch may use.
     """
     theirs = changes(solution)
     allowed = {name for change in theirs for name in (change.path, change.old_path) if name}
@@ -306,7 +306,7 @@ def _of_file(change: Change, hidden: Sequence[Change], test_command: str) -> Ite
 
 
 def _supports(change: Change, path: PurePosixPath) -> bool:
-    """Tell whether tests check with a file: one of the repository's own means of testing, or a helper of its tests."""
+    """Tell whether a file helps tests to check: one of the repository's own testing tools, or a helper of its tests."""
     if path.suffix not in (".py", ".pyx") or _is_test_module(change.path):
         return False
     if _MEANS.search(change.path):

@@ -1,7 +1,7 @@
 """The official verdict on a patch, computed by swebench 5.x from a test run in a separate sandbox.
 
-1. The branch is not touched: the work is read from a fork of it, applied to the task's pristine files and tested
-   there, and the fork is thrown away.
+1. The episode's sandbox is not touched. A separate sandbox reads the work from a fork, applies it to the task's
+   pristine files and runs the tests, and is then thrown away.
 2. The order is the harness's: its commands that apply a patch, in turn and each on clean files; its script, with stdout
    and stderr in one stream that is not a terminal; its parser and its report.
 3. Failures that are not the patch's fault have their own verdicts: a broken environment, a sandbox that failed,
@@ -63,12 +63,12 @@ _MODEL = "sandboxgym"
 LOG_LIMIT = 8 * 2**20
 """Bytes kept of a script's output: the first and the last half."""
 PRINTED = 8 * LOG_LIMIT
-"""Bytes of output after which a script is ended: a cut log never resolves a task, so the rest cannot matter."""
+"""Bytes of output after which a script is stopped; a cut log never resolves a task, so the rest cannot matter."""
 LINES_LIMIT = 500_000
 """Limit of the number of lines of a log."""
 PARSER_SECONDS = parsing.CPU_SECONDS
 """Limit of CPU seconds of the official parser per log."""
-_EXCERPT = 32 * 2**10  # characters of each end of a log that was cut which its verdict keeps
+_EXCERPT = 32 * 2**10  # characters that a verdict keeps of each end of a cut log
 _LINE_END = 500
 """Characters kept at each end of a long line: the time of some official patterns grows with its square."""
 _LONG_LINE = re.compile(rf"^(.{{{_LINE_END}}}).+(.{{{_LINE_END}}})$", re.MULTILINE)
@@ -149,7 +149,7 @@ def check_gradable(task: Task) -> None:
 
     Raises:
         ImportError: it is not installed.
-        TaskError: it has no such log parser, or does not know such an evaluation.
+        TaskError: the official code lacks the row's log parser or type of evaluation.
     """
     parsers = official().parsers
     if task.log_parser not in parsers:
@@ -180,15 +180,15 @@ def grade(
     """Grade the work in a captured sandbox, or a given patch.
 
     Args:
-        leaf: the sandbox as it stands.
-        pristine: the task's files before anything was done.
+        leaf: snapshot of the sandbox with the work.
+        pristine: the task's files before any action.
         task: the task that was worked on.
-        settings: settings of the sandbox it is tested in.
-        patch: graded in place of what was changed in ``leaf``.
-        timeout: seconds that the tests may take.
-        reject_suspicious: what looks forged gets the verdict ``suspicious``, in place of any other.
-        counterchecked: what resolves the task, and no rule names, is tested once more with tests that cannot pass
-            (`countercheck`), which takes as long as the tests.
+        settings: settings of the sandbox in which the work is tested.
+        patch: patch to grade in place of the changes in ``leaf``.
+        timeout: limit in seconds of the tests.
+        reject_suspicious: give work that looks forged the verdict ``suspicious``, in place of any other.
+        counterchecked: test work again, with tests that cannot pass (`countercheck`), if it resolves the task and no
+            rule finds it suspicious; this takes as long as the tests.
     """
     verdict = _grade(leaf, pristine, task, settings, patch, timeout, counterchecked)
     return rejected(verdict) if reject_suspicious else verdict
@@ -250,11 +250,11 @@ def attempt(
     """Test a patch in a run of its own: earlier runs and `check_record` do not count, and the result is not cached.
 
     Args:
-        pristine: the task's files before anything was done.
-        task: whose tests are run.
+        pristine: the task's files before any action.
+        task: the task whose tests are run.
         settings: settings of the sandbox.
-        patch: may be empty, which tests the files as they are.
-        timeout: seconds that the tests may take.
+        patch: patch to test; an empty one tests the original files.
+        timeout: limit in seconds of the tests.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -382,10 +382,10 @@ def grade_log(
     """Compute the official verdict on the output of a task's script.
 
     Args:
-        task: whose tests were run.
-        printed: stdout and stderr in one.
+        task: the task whose tests were run.
+        printed: stdout and stderr in one text.
         patch: the applied patch.
-        network: whether the tests could use it.
+        network: whether the tests could use the network.
         checked: result of `sandboxgym swebench check` for the row on this image.
     """
     with tempfile.TemporaryDirectory(prefix="sandboxgym-") as folder:

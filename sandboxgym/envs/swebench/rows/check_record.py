@@ -1,7 +1,7 @@
 """Record of ``sandboxgym swebench check``: rows whose tests need the network, and rows with a broken environment.
 
-1. Failures are excused by this record and the known rows only, never by the output of tests: an agent's patch can
-   print anything, `setup.py` of ``pip install -e .`` included, before the tests begin.
+1. Only this record and the list of known rows excuse failures, never the output of tests: an agent's patch can print
+   anything before the tests begin, for example from the ``setup.py`` that ``pip install -e .`` runs.
 2. The file has one JSON line per row of a data set, sorted; it is written as a whole or not at all.
 3. A line counts for the unchanged row, on the image that it was checked on, with the same backend; otherwise nothing
    is known.
@@ -48,7 +48,7 @@ class RowCheck:
     network: bool
     """True if sandboxes had the network; a row that needs it is tested with it too."""
     resolves: bool
-    """True if the solution was resolved each time, or with the network each time."""
+    """True if the solution was resolved in every run, or in no run without the network but in the one run with it."""
     empty_resolves: bool
     """True if an empty patch was resolved at least once."""
     needs_network: bool
@@ -83,11 +83,11 @@ def default_path() -> Path:
 
 
 def read(path: Path) -> dict[str, RowCheck]:
-    """Read the checks of a record by row; none where there is no file.
+    """Read the checks of a record, by ``instance_id``; empty if there is no file.
 
     Raises:
         RecordError: a line is malformed.
-        OSError: it cannot be read.
+        OSError: the file cannot be read.
     """
     try:
         lines = path.read_bytes().split(b"\n")
@@ -105,8 +105,8 @@ def write(path: Path, checks: Iterable[RowCheck]) -> None:
     """Write checks to a record in place of earlier ones of the same rows; others stay.
 
     Raises:
-        RecordError: there is a file, and it is no record.
-        OSError: it cannot be written.
+        RecordError: the existing file is not a record.
+        OSError: the file cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with file_lock(path.with_name(f".{path.name}.lock")):  # two may be checking
@@ -116,7 +116,7 @@ def write(path: Path, checks: Iterable[RowCheck]) -> None:
 
 
 def known(task: Task, *, backend: str, image_id: str) -> RowCheck | None:
-    """Look up a row on an image in the environments' record; None without one, or where it cannot be read."""
+    """Look up the check of a row on an image; None if there is no check, or the record cannot be read."""
     path = default_path()
     try:
         status = path.stat()

@@ -1,4 +1,4 @@
-"""Check of a row on this machine: its solution and an empty patch are tested, several times.
+"""Check of a row on this machine: its solution and an empty patch are tested one or more times.
 
 1. Every run has a fresh sandbox on the prepared files; no verdict is cached.
 2. The output of the solution's tests is trusted, because no agent could forge it: a solution that fails is tested with
@@ -31,12 +31,13 @@ def check(task: Task, settings: WorkspaceSettings, *, repeat: int = 1, timeout: 
     Args:
         task: the row.
         settings: settings of the sandboxes; without network, a failing solution is tested with it once more.
-        repeat: runs of the solution and of no change.
-        timeout: seconds that the tests may take in each.
+        repeat: number of runs of the solution, and of an empty patch.
+        timeout: limit in seconds of the tests in each run.
 
     Raises:
-        SandboxError: a sandbox failed, which says nothing of the row.
+        SandboxError: a sandbox failed, which says nothing about the row.
         TaskError: the row cannot be prepared.
+        ValueError: ``repeat`` is below 1.
     """
     if repeat < 1:
         raise ValueError(f"repeat: expected at least 1, found {repeat}")

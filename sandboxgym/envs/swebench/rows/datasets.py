@@ -23,7 +23,7 @@ from sandboxgym.envs.swebench.rows.recipes import WORKDIR
 from sandboxgym.envs.swebench.rows.row_files import TaskError, columns_of, parsed, text, texts
 
 NAMES = ("swe-smith", "swe-gym", "swe-rebench", "r2e-gym")
-"""Names of data sets under which files are looked for, in addition to those of SWE-bench."""
+"""Names of data sets whose files are looked for beside those of SWE-bench."""
 BENCH, SMITH, GYM, REBENCH, R2E = "swe-bench", "swe-smith", "swe-gym", "swe-rebench", "r2e-gym"
 
 _BENCH_WHY = {
@@ -69,7 +69,7 @@ def style_of(row: Mapping[str, Any], where: str) -> str:
     """Recognise the style of a row by its columns.
 
     Raises:
-        TaskError: it is of none.
+        TaskError: the row fits no style.
     """
     if isinstance(row.get("style"), str) and row["style"] in WHY:
         return BENCH  # it has been turned into a row of ours
@@ -95,7 +95,7 @@ def converted(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     """Convert a row of any style; only the columns that are used are checked.
 
     Raises:
-        TaskError: a column is missing or malformed, or the style is none that is known.
+        TaskError: a column is missing or malformed, or the row fits no style.
     """
     style = style_of(row, where)
     if style == BENCH:
@@ -111,7 +111,7 @@ def converted(row: Mapping[str, Any], where: str) -> Mapping[str, Any]:
     return {**made, **kept, **own, "style": style}
 
 
-# SWE-smith: a patch that brings a bug into a repository whose history is one commit.
+# SWE-smith: a patch that adds a bug to a repository whose history is one commit.
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class _Profile:
     test: str = "pytest --disable-warnings --color=no --tb=no --verbose"
     parser: str = "sandboxgym_pytest_verbose"
     some: bool = False
-    """True if only the files named in the row are run, because there are too many."""
+    """True if only the test files named in the row are run, because there are too many in all."""
     cases: bool = False
     """True if tests are chosen by name, not by file."""
 
@@ -224,10 +224,10 @@ def _is_test(name: str) -> bool:
 
 
 def _script(test: str, *, reverted: list[str] | None = None, before: tuple[str, ...] = ()) -> str:
-    """Write a script that runs tests already in place. Its exit status says nothing, as in these sets' harnesses."""
+    """Write a script that runs tests already in place. As in these sets' harnesses, its exit status has no meaning."""
     safe = f"git config --global --add safe.directory {WORKDIR}"
     lines = ["#!/bin/bash", "set -uxo pipefail", _ACTIVATE, safe, f"cd {WORKDIR}", *before]
-    if reverted:  # with the names that are there: of one that is not, git would make all fail
+    if reverted:  # only files that exist: git would fail as a whole for a missing one
         listed = " ".join(map(shlex.quote, reverted))
         lines.append(f"git ls-files -z -- {listed} | xargs -0 -r git checkout HEAD --")
     lines += [": '>>>>> Start Test Output'", test, "true", ": '>>>>> End Test Output'"]
@@ -296,7 +296,7 @@ def _gym(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-# SWE-rebench and SWE-bench-extra: SWE-bench's schema, and how to install and test in each row.
+# SWE-rebench and SWE-bench-extra: SWE-bench's schema; each row also says how to install and test.
 
 
 def _rebench(row: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -330,7 +330,7 @@ def _rebench(row: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
 
 
-# R2E-Gym: a commit, and how each test ends after it.
+# R2E-Gym: a commit, and the result of each test after it.
 
 R2E_TESTS = ("/r2e_tests", f"{WORKDIR}/r2e_tests", f"{WORKDIR}/run_tests.sh")
 """Directory of R2E-Gym's images with the tests and their runner."""
@@ -444,7 +444,7 @@ def _range(part: Mapping[str, Any]) -> str:
     return f"{int(part['start'])}" if length is None else f"{int(part['start'])},{int(length)}"
 
 
-# Patches the other way round.
+# Reversed patches.
 
 _HUNK = re.compile(r"@@ -(\d+(?:,\d+)?) \+(\d+(?:,\d+)?) @@(.*)")
 _HEAD: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], str]], ...] = (
@@ -464,7 +464,7 @@ def reversed_patch(patch: str, where: str = "patch") -> str:
     r"""Reverse a patch in git's format.
 
     Raises:
-        TaskError: it is not a patch, or has a change that cannot be reversed: a copy, a binary file.
+        TaskError: the text is not a patch, or has a change that cannot be reversed, to a copy or a binary file.
 
     Example:
         >>> old = "diff --git a/f b/f\nindex 1..2 100644\n--- a/f\n+++ b/f\n@@ -1,2 +1 @@ g\n a\n-b\n"

@@ -148,7 +148,7 @@ def derive(*, repo: str, version: str, instance_id: str, base_commit: str, test_
     """Derive the columns of `COLUMNS` for a row that has only the original ones.
 
     Raises:
-        LookupError: it is not known how the tests of this repository or version are run.
+        LookupError: there is no recipe for this repository or version.
     """
     known = REPOSITORIES.get(repo)
     if known is None:

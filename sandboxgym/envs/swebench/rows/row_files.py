@@ -24,7 +24,7 @@ ROW_LIMIT = 128 * 2**20
 LIST_LIMIT = 2**30
 """Limit in bytes of a file that is one JSON list."""
 _BATCH = 8
-"""Number of rows of a Parquet file decompressed at a time: each may grow a thousandfold."""
+"""Number of rows of a Parquet file decompressed at a time; each may grow a thousandfold."""
 
 
 class TaskError(ValueError):
@@ -35,7 +35,7 @@ def text(row: Mapping[str, Any], name: str, where: str, *, why: str = "") -> str
     """Read a column of text.
 
     Raises:
-        TaskError: it is missing (``why`` says what it is for), something else, or too long.
+        TaskError: the column is missing (``why`` says what it is for), not text, or too long.
     """
     if name not in row:
         raise TaskError(f"{where}: the column {name!r} is missing{why and f', {why}'} (found: {columns_of(row)})")
@@ -59,10 +59,10 @@ def _checked(value: Any, name: str, where: str) -> str:
 
 
 def texts(row: Mapping[str, Any], name: str, where: str, *, of: str, why: str = "") -> tuple[str, ...]:
-    """Read a column with a list of texts, as such or in JSON.
+    """Read a column with a list of texts, given as a list or as JSON.
 
     Raises:
-        TaskError: it is missing, something else, or too long.
+        TaskError: the column is missing, not a list of texts, or too long.
     """
     if name not in row:
         raise TaskError(f"{where}: the column {name!r} is missing{why and f', {why}'} (found: {columns_of(row)})")
@@ -81,7 +81,7 @@ def parsed(value: str, name: str, where: str, *, expected: str) -> Any:
     """Read a column of JSON.
 
     Raises:
-        TaskError: it is no JSON.
+        TaskError: the text is not JSON.
     """
     _checked(value, name, where)
     try:
@@ -107,7 +107,7 @@ def files_of(path: Path) -> list[Path]:
     """List the files of rows at a path: itself, or those in a directory (or in its ``data``), by name.
 
     Raises:
-        TaskError: it is a directory without any.
+        TaskError: the directory has no such file.
     """
     if not path.is_dir():
         return [path]
@@ -122,8 +122,8 @@ def read(path: Path) -> Iterator[tuple[str, Any]]:
     """Read the rows of a file or a directory of files, each with its name for errors.
 
     Raises:
-        TaskError: a file is damaged, or in no format that is known.
-        ImportError: there is no reader for it.
+        TaskError: a file is damaged, or its format is unknown.
+        ImportError: the reader of parquet files is not installed.
     """
     for file in files_of(path):
         if file.suffix not in SUFFIXES:

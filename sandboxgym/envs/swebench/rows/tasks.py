@@ -78,14 +78,14 @@ class Task:
     style: str = datasets.BENCH
     """Training set whose schema the row had."""
     bug: str = field(default="", repr=False)
-    """A patch that brings the bug into the image's repository, if that is without it. Its history is then deleted,
-    because it contains the solution."""
+    """Patch that adds the bug to the image's repository, if the image lacks it. The repository's history is then
+    deleted, because it contains the solution."""
     hidden: tuple[str, ...] = field(default=(), repr=False)
     """Paths of the image, relative to the repository, that an agent must not see and that its tests need."""
     removed: tuple[str, ...] = field(default=(), repr=False)
     """Paths of the image that an agent must not see and that no test needs."""
     expected: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    """Status that each test must have, if that decides instead of the two lists."""
+    """Status that each test must have, if this decides the verdict instead of the two lists of tests."""
 
     @property
     def needs_network(self) -> bool:
@@ -215,8 +215,8 @@ class TaskSet:
         """Find the number of a task, given as number, ``instance_id``, or an ending of one that no other task has.
 
         Raises:
-            TaskNotFound: with the nearest ids.
-            TypeError: it is neither a text nor a whole number.
+            TaskNotFound: no task, or more than one, matches; the message has the nearest ids.
+            TypeError: ``task`` is neither a string nor an integer.
         """
         if isinstance(task, SupportsIndex) and not isinstance(task, bool):
             try:
@@ -246,13 +246,13 @@ def open_tasks(dataset: str | os.PathLike[str], *, instances: Sequence[str] | No
         dataset: ``"mini"`` (embedded), ``"verified"``, ``"lite"``, ``"full"`` (downloaded), ``"swe-smith"``,
             ``"swe-gym"``, ``"swe-rebench"``, ``"r2e-gym"`` (found beside them), or a path of a file in the format json
             (a list), jsonl or parquet, or of a directory of such files.
-        instances: only these, in this order.
+        instances: only the tasks with these ids, in this order.
 
     Raises:
-        DataNotFound: nothing there.
+        DataNotFound: there is no such data set, file or directory.
         TaskError: a row is malformed, or there is none.
-        TaskNotFound: one of ``instances`` is not there.
-        TypeError: ``dataset`` or ``instances`` is something else.
+        TaskNotFound: one of ``instances`` does not exist.
+        TypeError: ``dataset`` is not a name or path, or ``instances`` is not a list.
     """
     wanted = arguments.instances(instances)
     if not isinstance(dataset, str | os.PathLike) or isinstance(os.fspath(dataset), bytes) or not os.fspath(dataset):
@@ -283,7 +283,7 @@ def images(
     image: str | None = None,
     **_: Any,
 ) -> list[str]:
-    """Names of the images that the tasks of these arguments of the environment are on; raises as `open_tasks` does."""
+    """Names of the images of the tasks that these arguments of the environment select; raises like `open_tasks`."""
     named = [image if task.image == HOST and image else task.image for task in open_tasks(dataset, instances=instances)]
     return [name for name in dict.fromkeys(named) if name != HOST and not name.startswith("dir:")]
 

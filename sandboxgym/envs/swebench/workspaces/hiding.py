@@ -32,7 +32,7 @@ KEPT = 128 * 2**20
 """Limit in bytes of the hidden files cached in a process."""
 _PATIENCE = 600.0
 
-# Files as they are without the bug, for `_SPREAD` to know their copies by.
+# Keeps the files without the bug, by which `_SPREAD` recognises their copies.
 _REMEMBER = """clean=$(mktemp -d)
 for path in "${touched[@]}"; do
   if [ -s "$path" ] && [ ! -L "$path" ]; then
@@ -67,7 +67,7 @@ _ONE_COMMIT = """commit=$(git commit-tree -m "Initial commit" "$(git write-tree)
 git update-ref HEAD "$commit"
 """
 SCRIPTS = (_REMEMBER, _BREAK, _SPREAD, _UNCOMPILE, _ONE_COMMIT)
-"""Scripts run in an image, part of the key: files prepared by other scripts are not taken from the disk."""
+"""Scripts run in an image. They are part of the cache key, so files prepared by other scripts are not reused."""
 
 
 def prepare(box: RepositoryBox, task: Task) -> None:
@@ -75,7 +75,7 @@ def prepare(box: RepositoryBox, task: Task) -> None:
 
     Raises:
         TaskError: the image is not the one that the row was made for.
-        SandboxUnavailable: this sandbox is none that files can be hidden in.
+        SandboxUnavailable: files cannot be hidden in this kind of sandbox, or the preparation failed.
     """
     if not (task.bug or task.hidden or task.removed):
         return
@@ -148,7 +148,7 @@ def archive(task: Task, settings: WorkspaceSettings) -> bytes:
     """Archive a task's hidden files from its original image, as tar; empty if there are none.
 
     Raises:
-        SandboxUnavailable: no such sandbox or image, or they are too large.
+        SandboxUnavailable: there is no such sandbox or image, or the files cannot be read or are too large.
     """
     if not task.hidden:
         return b""
@@ -165,7 +165,7 @@ def archive(task: Task, settings: WorkspaceSettings) -> bytes:
 def _collect(task: Task, settings: WorkspaceSettings) -> bytes:
     relative = [path for path in task.hidden if not path.startswith("/")]
     lines = ["set -e", f"cd {WORKDIR}", "paths=()"]
-    for path in relative:  # in an image with the bug they are in the commit before
+    for path in relative:  # in an image with the bug, they are in the previous commit
         quoted = shlex.quote(path)
         lines.append(f"[ -e {quoted} ] || git checkout -q HEAD~1 -- {quoted} 2> /dev/null || true")
     for path in task.hidden:
@@ -187,7 +187,7 @@ def put_back(box: RepositoryBox, task: Task, archived: bytes) -> None:
     """Put the hidden files where the tests look for them, in place of whatever is there.
 
     Raises:
-        SandboxUnavailable: that failed.
+        SandboxUnavailable: the files could not be written.
     """
     if not archived:
         return

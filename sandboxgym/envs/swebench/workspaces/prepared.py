@@ -49,7 +49,7 @@ log = logging.getLogger("sandboxgym")
 VERSION = 1
 """Version of the entries' format."""
 VARIABLE = "SANDBOXGYM_PREPARED_GB"
-"""Environment variable with the limit in gigabytes of all entries; 0: nothing is cached."""
+"""Environment variable with the limit in gigabytes of all entries; with 0 nothing is cached."""
 DEFAULT = 20e9
 """Default limit in bytes of all entries, but never more than a tenth of the disk."""
 FLOOR = 2**30
@@ -60,13 +60,13 @@ LABEL = "sandboxgym.prepared"
 """Label of these images with their entry."""
 
 _USED, _ABOUT, _LAYERS, _PACKED, _CHECKED = "used", "about", "layers", "packed", "checked"
-"""Files of an entry: its lock with use and size; its description; its layers; its archive; the boot of its check."""
+"""Files of an entry: its lock, with last use and size; description; layers; archive; boot of the last check."""
 _PARTIAL, _GONE, _LOCKS = ".partial-", ".gone-", "locks"
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedState:
-    """Sandbox state kept under a key."""
+    """State of a sandbox, kept under a key."""
 
     snapshot: SandboxSnapshot
     notes: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +96,7 @@ def limit() -> float:
     """Limit in bytes of all entries together.
 
     Raises:
-        ValueError: the variable is no number.
+        ValueError: the environment variable `VARIABLE` is not a number.
     """
     text = os.environ.get(VARIABLE)
     if text:
@@ -120,10 +120,10 @@ def provide(name: str, sandbox: Sandbox, make: Callable[[], PreparedState], *, v
     """Load the entry of a key, making it if it is missing.
 
     Args:
-        name: as `key` gives it.
-        sandbox: not started; what is loaded can be restored there, and in others of its kind.
-        make: starts the sandbox, and returns the state to keep.
-        verify: compare the contents of what is there, too.
+        name: key of the entry, as `key` returns it.
+        sandbox: a sandbox that is not started; the state can be restored in it, and in others of its kind.
+        make: function that starts the sandbox and returns the state to keep.
+        verify: also compare the contents of an existing entry's files.
     """
     if not limit():
         return make()
@@ -182,7 +182,7 @@ def evict(*, keep: Path | None = None) -> list[ListedState]:
 
 
 def clear(*, dry_run: bool = False) -> list[Leftover]:
-    """Remove every entry that no living process uses; returns what became of each."""
+    """Remove every entry that no living process uses; returns the result for each entry."""
     if not directory().is_dir():
         return []
     if not dry_run:
@@ -239,7 +239,7 @@ def _leased(place: Path) -> Iterator[_Lease | None]:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
         except OSError:  # a file system without locks
             locked = False
-        yield lease if locked and _is_same(descriptor, place / _USED) else None  # else it was removed meanwhile
+        yield lease if locked and _is_same(descriptor, place / _USED) else None  # None: the entry was just removed
     finally:
         lease.drop()
 
@@ -400,7 +400,7 @@ def _save_image(place: Path, sandbox: Sandbox, tree: Any) -> dict[str, Any]:
 
 
 def _listing(folders: list[Path], *, contents: bool) -> tuple[str, str]:
-    """Digests of the metadata of all files of some layers, and of their contents."""
+    """Digest of the metadata of all files of some layers, and digest of their contents."""
     names, inside = hashlib.sha256(), hashlib.sha256()
     for folder in folders:
         lines: list[str] = []
@@ -438,7 +438,7 @@ _name = operator.attrgetter("name")
 
 
 def _boot() -> str:
-    """Identity of this boot of the machine: files written before a crash may be incomplete."""
+    """Identity of this boot of the machine, because files written before a crash may be incomplete."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -457,10 +457,10 @@ def _checked_after(place: Path) -> str:
 
 @contextlib.contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Lock an entry, so that no other process makes it meanwhile."""
+    """Lock an entry, so that no other process makes it at the same time."""
     locks = directory() / _LOCKS
     locks.mkdir(mode=0o755, parents=True, exist_ok=True)
-    directory().chmod(0o700)  # programs of images lie there, with the modes that they have inside
+    directory().chmod(0o700)  # it holds programs from images, with their original modes
     with file_lock(locks / name, waiting=lambda: log.info("another process prepares %s", name)):
         yield
 
@@ -481,7 +481,7 @@ def _remove(place: Path) -> bool:
         with open(place / _USED, "rb") as used:
             if not run_directories.try_lock(used) or not _is_same(used.fileno(), place / _USED):
                 return False
-            gone = _put_aside(place)  # who waits for the lock sees that it is not the same any more
+            gone = _put_aside(place)  # processes that wait for the lock see that the file has changed
         _delete(gone)
     except OSError as error:
         log.info("the prepared task %s was not removed: %s", place, error)

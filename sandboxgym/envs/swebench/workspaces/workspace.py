@@ -53,7 +53,7 @@ _QUIET = {
     "LESS": "-R",
     "PIP_PROGRESS_BAR": "off",
     "TQDM_DISABLE": "1",
-    # The clock must not show in the ids of commits, nor the order of sets in what is printed.
+    # Commit ids must not depend on the clock, nor printed text on the order of sets.
     "GIT_AUTHOR_NAME": "agent",
     "GIT_AUTHOR_EMAIL": "agent@localhost",
     "GIT_AUTHOR_DATE": "2000-01-01T00:00:00Z",
@@ -70,7 +70,7 @@ git fast-import --quiet < {HISTORY}
 rm {HISTORY}
 git reset -q --hard "$BASE"
 """
-# Leave of a repository only what HEAD's history holds, or fail.
+# Removes from a repository everything that is not part of HEAD's history, or fails.
 _FORGET = f"""set -e
 cd {WORKDIR}
 keep=$(mktemp)
@@ -95,8 +95,8 @@ if [ "$(present)" -gt "$(reachable)" ]; then
   if [ "$(present)" -gt "$(reachable)" ]; then echo "objects beyond HEAD cannot be removed"; exit 1; fi
 fi
 """
-# The files as they stand, as a tree in the object store, without a change of the index; by the rules of `extraction`,
-# which looks for what was changed since: no configuration counts, nor what the repository excludes by itself.
+# Writes the present files as a tree into the object store, without changing the index. It follows the rules of
+# `extraction`, which looks for later changes: configuration does not count, nor do the repository's own exclusions.
 _WRITE_TREE = f"""set -e
 cd {WORKDIR}
 head=$(git rev-parse HEAD)
@@ -118,16 +118,16 @@ _VENV = f"{WORKDIR}/.venv/bin/activate"
 _ACTIVATE = (
     f"if [ -f {_CONDA} ]; then source {_CONDA} && conda activate testbed; elif [ -f {_VENV} ]; then source {_VENV}; fi"
 )
-# git opens what is in its directory without a look, and would wait for a pipe, or read a device, until it is ended.
+# git opens the files in its own directory unchecked: at a pipe or a device it would hang until it is killed.
 NO_PIPES = """no_pipes() {
   found=$(find "$1" \\( -xtype p -o -xtype c \\) -print -quit 2>/dev/null)
   if [ "$found" ]; then printf 'no file: %s\\n' "$found"; exit 3; fi
 }"""
-# Names and contents, with few processes; git's own hash, for any image has it. Writes nothing, and says so if it came
-# to its end: a process that could not be started leaves a part out. Where variables were set before it
-# (`RepositoryBox._told`), git looks only at what can differ from the start, which gives the same text: at `paths`,
-# and, with `base`, where the index differs from that commit, the start's, or from the present one. Files whose hash
-# is `known` are not read at all.
+# Hashes names and contents with few processes, and with git's own hash, which any image has. It changes no file, and
+# prints a last line when it is complete, because a process that could not be started would leave a part out. If
+# variables were set before it (`RepositoryBox._told`), git reads only what can differ from the start, which gives the
+# same text: `paths` and, with `base`, the paths at which the index differs from the start's commit `base` or from the
+# present commit. Files whose hash is `known` are not read at all.
 _NOTHING_KNOWN = "base= paths=() known_repository= known_beside="
 _MOST_PATHS, _LONGEST = 256, 50_000
 """Limits of the script's input: number of paths, and bytes."""
@@ -188,8 +188,8 @@ for place in "${{TMPDIR:-/tmp}}" "$HOME"; do
 done 2>/dev/null | git hash-object --stdin || exit
 echo {HASHED}
 """
-# Where the start is simple enough that only what was written since can differ from it: its commit, and the directories
-# beside the repository that count. Fails elsewhere.
+# Prints the commit, and the directories beside the repository that count, if the start is simple enough that only what
+# was written since can differ from it. Otherwise it fails.
 _WHEREABOUTS = f"""set -e
 cd {WORKDIR}
 [ "$PWD" = "$(pwd -P)" ] && [ -d .git ] && [ ! -L .git ]
@@ -202,7 +202,7 @@ git rev-parse --verify HEAD
 cd "${{TMPDIR:-/tmp}}" && pwd -P
 cd "$HOME" && pwd -P
 """
-# In the directory of git: what git status is told of from elsewhere, or that counts for nothing.
+# Files in git's directory that do not matter: they do not affect git status, or it learns of them elsewhere.
 _HARMLESS = frozenset(
     (
         *("index", "HEAD", "ORIG_HEAD", "FETCH_HEAD", "MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "REBASE_HEAD"),
@@ -228,7 +228,7 @@ class WorkspaceSettings:
     env: tuple[tuple[str, str], ...] = ()
     """Variables added to the environment of every command."""
     image: str | None = None
-    """Image used for tasks that are to run on this machine's tool chain."""
+    """Image used for tasks that would otherwise run on the host's tool chain."""
     snapshot: SnapshotMode = "filesystem"
 
     def image_of(self, task: Task) -> str:
@@ -289,7 +289,7 @@ class Pristine:
     whereabouts: tuple[str, ...] = ()
     """Commit and the relevant directories beside the repository (`_WHEREABOUTS`); empty if not simple."""
     made: bool = False
-    """True if it was prepared for this object, and neither found nor made by another process meanwhile."""
+    """True if it was prepared for this object, rather than found in the cache or made by another process."""
 
 
 class RepositoryBox(AgentBox):
@@ -299,7 +299,7 @@ class RepositoryBox(AgentBox):
         super().__init__(sandbox, reads=WORKDIR)
         self.network = network
         self.start: Pristine | None = None
-        """Files that this sandbox started from, if known: unchanged ones need not be read again."""
+        """Start of this sandbox, if known: unchanged files then need not be read again."""
 
     @property
     def shares_root(self) -> bool:
@@ -313,7 +313,7 @@ class RepositoryBox(AgentBox):
         return "" if inside is None else str(inside("/")).rstrip("/")
 
     def localised(self, text: str) -> str:
-        """Replace our paths in text by this backend's. Idempotent."""
+        """Replace the paths `OWN_PATHS` in a text by those of this backend. Idempotent."""
         if not (root := self._root):
             return text
         for path in OWN_PATHS:
@@ -321,7 +321,7 @@ class RepositoryBox(AgentBox):
         return text
 
     def generalised(self, text: str) -> str:
-        """Replace this backend's paths by ours, for text that is shown."""
+        """Replace this backend's paths by the usual ones, for text that is shown."""
         return text.replace(root, "") if (root := self._root) else text
 
     def execute(self, command: str, *, timeout: float | None = None, raw: int = 0) -> Result:
@@ -335,12 +335,12 @@ class RepositoryBox(AgentBox):
     def run(
         self, command: str, *, timeout: float | None = None, output: int | None = None, most: int | None = None
     ) -> Result:
-        """Run a command in a bash of its own, independent of the shell's state; see `Sandbox.run`."""
+        """Run a command in a separate bash, independent of the shell's state; see `Sandbox.run`."""
         result = super().run(self.localised(command), timeout=timeout, output=output, most=most)
         return replace(result, output=self.generalised(result.output)) if self._root else result
 
     def make_repository(self, task: Task) -> None:
-        """Make the repository of a task whose row contains it; otherwise it is in the image."""
+        """Make the repository of a task whose row contains its history; for other tasks it is in the image."""
         if task.history:
             self.write_file(HISTORY, task.history.encode())
             try:
@@ -349,18 +349,18 @@ class RepositoryBox(AgentBox):
                 raise TaskError(f"{task.instance_id}, columns 'history' and 'base_commit': {error}") from error
 
     def digest(self, *, alone: bool = False, timeout: float | None = None) -> tuple[str, str]:
-        """Hashes of everything that can change later steps: of all of it, and of the repository alone.
+        """Two hashes of what can change later steps: of all of it, and of the repository alone.
 
-        Of the repository: its commit, what differs from it, and files that are neither tracked nor ignored; beside it:
-        contents of the first 1,000 files of /tmp and of the home directory that have at most 2 MiB; and the shell's
-        state. Times and ignored files do not count; see `AgentBox.digest`.
+        The repository counts with its commit, what differs from it, and files that are neither tracked nor ignored. The
+        first hash also covers the contents of the first 1,000 files of at most 2 MiB in each of /tmp and the home
+        directory, and the shell's state. Times and ignored files do not count; see `AgentBox.digest`.
 
-        git looks at the whole repository only where it is not seen what was written since the task's start
-        (`Backend.layers_above`), or where that has a say in what git finds; else at what was written.
+        git reads the whole repository only if the backend cannot list what was written since the task's start
+        (`Backend.layers_above`), or if these files affect what git finds. Otherwise it reads only what was written.
 
         Args:
-            alone: it is known that nothing but the idle shell runs.
-            timeout: seconds that reading may take; by default as a command.
+            alone: True if it is known that nothing but the idle shell runs.
+            timeout: limit in seconds of the reading; by default that of a command.
         """
         return super().digest(alone=alone, timeout=timeout)
 
@@ -405,8 +405,8 @@ def _paths_of(changed: Sequence[str], beside: Sequence[str]) -> list[str] | None
     """Paths of the repository that git has to look at; None if all.
 
     Args:
-        changed: files written since a simple start.
-        beside: directories beside the repository that count.
+        changed: files written since a start that is simple (see `_WHEREABOUTS`).
+        beside: directories beside the repository whose files count.
     """
     paths = dict[str, None]()
     for path in changed:
@@ -454,10 +454,10 @@ def pristine(task: Task, settings: WorkspaceSettings, *, verify: bool = False) -
     Args:
         task: the task to prepare.
         settings: settings of the sandboxes that will have the files.
-        verify: read all that is kept of it on disk, and prepare it again if that is not what was kept.
+        verify: read the whole cached copy on disk, and prepare the task again if the copy has changed.
 
     Raises:
-        SandboxUnavailable: no such sandbox on this machine, or no such image.
+        SandboxUnavailable: there is no such sandbox on this machine, or no such image.
         TaskError: the image does not hold the repository at the task's base.
         ImportError, ValueError: it cannot be graded, see `verdict.check_gradable`.
     """
@@ -496,7 +496,7 @@ def forget_prepared() -> None:
 def _key(box: RepositoryBox, task: Task, settings: WorkspaceSettings) -> str:
     """Key of a prepared task: the image, the row, the preparation's code, the variables that its shell starts with.
 
-    And on the version of the official code, which was found to be able to grade it.
+    It also depends on the version of the official code, which has been found able to grade the task.
     """
     try:
         official = importlib.metadata.version("swebench")

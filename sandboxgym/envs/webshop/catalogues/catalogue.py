@@ -8,7 +8,7 @@ What this module promises:
 3. The files are never modified. Missing files raise `CatalogueNotFound`, malformed ones `CatalogueMalformed` with file
    and record.
 4. A small catalogue stays in memory. A large one is read once, as a stream, into a memory-mapped store that all
-   processes share (:mod:`.store`); both are read by the same code.
+   processes share (:mod:`.memory_mapped`); both are read by the same code.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Catalogue(Protocol):
 
     @property
     def directory(self) -> Path | None:
-        """Directory of a catalogue that is kept on disk, in which what is computed from it may be kept too."""
+        """Directory of a catalogue on disk, in which data computed from it may be kept too; else None."""
 
     def __hash__(self) -> int: ...
 
@@ -114,9 +114,9 @@ class MemoryCatalogue:
     """A `Catalogue` of products in memory.
 
     Args:
-        products: with different asins.
-        name: its source.
-        human_instructions: called when they are first asked for.
+        products: products with different asins.
+        name: source of the catalogue.
+        human_instructions: function that returns the human instructions; called when they are first needed.
 
     Raises:
         ValueError: two products have the same asin.

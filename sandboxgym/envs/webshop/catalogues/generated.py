@@ -101,7 +101,7 @@ def generate(count: int = COUNT) -> tuple[tuple[Product, ...], HumanInstructions
 
 
 def write_files(directory: Path, count: int = COUNT) -> None:
-    """Write the generated catalogue as official files, to look at it, to change it, or to make a large one."""
+    """Write the generated catalogue in the form of the official files, to read it, change it, or make a large one."""
     directory.mkdir(parents=True, exist_ok=True)
     with (
         (directory / f"{PRODUCTS}.json").open("w", encoding="utf-8") as items,

@@ -22,11 +22,11 @@ def array_elements(path: Path, *, told: Callable[[int], None] = lambda at: None)
     """Iterate over the array in a file: index and value of each element.
 
     Args:
-        path: of the file.
-        told: called with the number of bytes that were read so far, now and then.
+        path: path of the file.
+        told: function that is called from time to time with the number of bytes read so far.
 
     Raises:
-        CatalogueMalformed: at the element that cannot be read.
+        CatalogueMalformed: an element cannot be read; raised when it is reached.
     """
     with path.open(encoding="utf-8") as file:
         text = _Text(path, file, told)
@@ -46,7 +46,7 @@ def object_items(path: Path) -> Iterator[tuple[str, Any]]:
     """Iterate over the object in a file: key and value of each pair; repeated keys are repeated.
 
     Raises:
-        CatalogueMalformed: at the pair that cannot be read.
+        CatalogueMalformed: a pair cannot be read; raised when it is reached.
     """
     with path.open(encoding="utf-8") as file:
         text = _Text(path, file)

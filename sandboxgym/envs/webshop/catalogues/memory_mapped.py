@@ -3,11 +3,11 @@
 What this module promises:
 
 1. A store is made in one pass over each file, with the instructions in memory but never the products.
-2. It appears complete or not at all: it is built under another name and renamed. Of several processes that need the
-   same store one builds it while the others wait; the next one removes the remains of a killed one. Files that changed
-   get another store; a store that was damaged is built again.
-3. Opening it reads no products: it takes milliseconds. A product is decoded when it is needed, and recently used ones
-   are kept.
+2. A store appears complete or not at all: it is built under another name and renamed. If several processes need the
+   same store, one builds it while the others wait; the next builder removes what a killed one left. Changed files get
+   another store, and a damaged store is built again.
+3. Opening a store reads no products and takes milliseconds. A product is decoded when it is needed, and recently used
+   ones are kept.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger("sandboxgym")
 FORMAT = 1
 """Version of the format, increased whenever stores or the reading of the official files change."""
 RELEASED = 2**26
-"""Number of bytes of products that a stream of all keeps in the memory of the process."""
+"""Number of bytes of products that iterating over all of them keeps in the memory of the process."""
 CACHED_PRODUCTS = 4096
 """Number of decoded products that are kept: some 20 MB."""
 _META = "meta.json"
@@ -133,7 +133,7 @@ class StoredCatalogue:
                 begun = self._release(begun, end)
 
     def _release(self, start: int, end: int) -> int:
-        """Give back the pages between two bytes, which are read again when needed; where the first one kept begins."""
+        """Release the pages between two bytes, which are read again when needed; returns where the kept ones begin."""
         end -= end % mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):  # not on Windows
             assert isinstance(self._records, mmap.mmap)
@@ -199,9 +199,9 @@ def open_store(
     """Open the store of these files, building it if there is none: some minutes for all 1.18 million products.
 
     Args:
-        files: of the catalogue.
-        directory: where stores are kept, by default ``webshop`` under `sandboxgym.data.cache_dir`.
-        told: called with the number of bytes of the products' file that were read so far.
+        files: files of the catalogue.
+        directory: directory of all stores, by default ``webshop`` under `sandboxgym.data.cache_dir`.
+        told: function that is called with the number of bytes of the products' file read so far.
 
     Raises:
         CatalogueMalformed: a record is not as expected; the message names it.

@@ -2,7 +2,7 @@
 
 1. Files are read record by record: a file of several GB is never in memory as a whole.
 2. Every quirk of the original's loader is kept: which records are skipped, how prices and options are normalised.
-3. A record that the original could not load, or would fail on later, is a `CatalogueMalformed` that names it.
+3. A record that the original could not load, or would fail on later, raises a `CatalogueMalformed` that names it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def find_files(source: Path) -> OfficialFiles:
         products = source
     else:
         raise CatalogueNotFound(f"no such catalogue: {source}; {DOWNLOAD}")
-    # Those of all products hold for any part of them.
+    # The instructions for all products also fit a part of the products.
     likely = (products.name.replace(PRODUCTS, INSTRUCTIONS), f"{INSTRUCTIONS}.json")
     candidates = [products.with_name(name) for name in likely if name != products.name]
     instructions = next((path for path in candidates if path.is_file()), None)
@@ -83,12 +83,12 @@ def read_products(
     """Read the products of an ``items_shuffle*.json``, with their instructions from ``items_ins_v2*.json``.
 
     Args:
-        files: of the catalogue.
-        instructions: by asin, as `read_instructions` gives them.
+        files: files of the catalogue.
+        instructions: instructions by asin, as `read_instructions` returns them.
         told: see `array_elements`.
 
     Raises:
-        CatalogueMalformed: at the record that is not as expected; also if the instructions are about other products.
+        CatalogueMalformed: a record is not as expected, or the instructions are about other products.
     """
     number = 0
     without: list[str] = []
@@ -110,15 +110,15 @@ def make_products(
     """Make products of numbered records in the official form.
 
     As in the original, records with the asin "nan" or one of more than 10 characters are left out, and of records with
-    the same asin all except the first. A product without instructions is one without attributes and goals.
+    the same asin all except the first. A product without instructions has no attributes and no goals.
 
     Args:
-        records: with their numbers.
-        instructions: by asin, as `read_instructions` gives them.
+        records: pairs of a number and a record.
+        instructions: instructions by asin, as `read_instructions` returns them.
         source: source of the records, for messages.
 
     Raises:
-        CatalogueMalformed: at the record that is not as expected.
+        CatalogueMalformed: a record is not as expected.
     """
     seen: set[str] = set()
     for index, record in records:
@@ -152,8 +152,8 @@ def read_human_instructions(path: Path) -> HumanInstructions:
     """Read all of ``items_human_ins.json``: 12,087 instructions in some MB.
 
     Raises:
-        CatalogueNotFound: no such file.
-        CatalogueMalformed: at the record that is not as expected.
+        CatalogueNotFound: there is no such file.
+        CatalogueMalformed: a record is not as expected.
     """
     if not path.is_file():
         raise CatalogueNotFound(f"human goals need {path}; {DOWNLOAD}")

@@ -36,7 +36,7 @@ class Product:
     bullets: tuple[str, ...]
     """List of features."""
     attributes: tuple[str, ...]
-    """Hidden attributes, compared by the reward. `NO_ATTRIBUTES` where none are recorded, () where an empty list is."""
+    """Hidden attributes that the reward compares; `NO_ATTRIBUTES` if none are recorded, () if the list is empty."""
     options: Mapping[str, tuple[str, ...]] = field(hash=False)
     """Option values by group, all in lower case, in the order of the file."""
     query: str
@@ -69,7 +69,7 @@ class HumanInstruction:
 
 
 HumanInstructions = Mapping[str, tuple[HumanInstruction, ...]]
-"""Human instructions by asin, few of which need be in the catalogue."""
+"""Human instructions by asin; most of these products may be missing from the catalogue."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,8 +79,8 @@ class Columns:
     pricing: NDArray[np.float64]
     """Prices [n, 2] in dollars; the second is NaN where there is one price."""
     goals: NDArray[np.int64]
-    """Number [n] of synthetic goals per product: one for each combination of its options, -1 without an instruction. 0
-    where a group of options is empty: the original draws a price cap all the same."""
+    """Number [n] of synthetic goals per product: one for each combination of its options; -1 without an instruction; 0
+    if a group of options is empty, where the original still draws a price cap."""
     attribute_goals: Mapping[str, int]
     """Number of synthetic goals that ask for an attribute."""
 

@@ -1,8 +1,8 @@
 """Text analysis of the original's search engine: the chain of Lucene's and Anserini's English analyzer.
 
-Words by Unicode's rules (UAX #29, with emoji as words and one word per character in Han and Hiragana), without the
-possessive, in lower case, without 33 stop words, stemmed. The terms are Lucene's for the same text, so that document
-lengths, and with them all scores, are Lucene's too.
+Text is split into words by Unicode's rules (UAX #29, with emoji as words and one word per character in Han and
+Hiragana). Possessives are removed, letters become lower case, 33 stop words are dropped, and the rest is stemmed. The
+terms are those that Lucene finds in the same text, so document lengths and all scores are Lucene's too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _PICTOGRAPHIC = (
     r"\U0001F7D5-\U0001F7FF\U0001F80C-\U0001F80F\U0001F848-\U0001F84F\U0001F85A-\U0001F85F\U0001F888-\U0001F88F"
     r"\U0001F8AE-\U0001F8FF\U0001F90C-\U0001F93A\U0001F93C-\U0001F945\U0001F947-\U0001FFFD"
 )
-# Letters now, and not then; format characters then, and digits or nothing now.
+# Characters that are letters now but were not then, and format characters then that are now digits or nothing.
 _NO_LETTER = r"\u00B8\u02E5-\u02EB\u055A\u058A\uA708-\uA716"
 _FORMAT = r"\u0600-\u0605\u06DD\u070F\u08E2\U000110BD\U000110CD"
 _POSSESSIVE = ("'s", "’s", "＇s")
@@ -80,7 +80,7 @@ def _words() -> Callable[[str], list[str]]:
     return lambda text: found.findall(text)
 
 
-# The same rules where there is only ASCII: much faster, and what most text needs.
+# The same rules for ASCII text, which most text is: much faster.
 _ASCII_RUN = r"(?:[0-9](?:_*[0-9]|[,;.'][0-9])*|[A-Za-z](?:_*[A-Za-z]|[:.'][A-Za-z])*)+"
 _ASCII_WORDS = re.compile(rf"_*{_ASCII_RUN}(?:_+{_ASCII_RUN})*_*").findall
 

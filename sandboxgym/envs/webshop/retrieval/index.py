@@ -32,16 +32,16 @@ EXHAUSTIVE = 1 << 16
 META = "meta.json"
 # How a query is pruned. These change how long it takes, never what it finds.
 _REMEMBERED = 4_096  # words whose tiers are kept
-_TIERS = 2_000  # number of tiers beyond which rounding each up could take more than 16 bits have
+_TIERS = 2_000  # with more tiers, rounding each up could overflow 16 bits
 _SLACK = 2.0**-22  # relative, for each tier: four times what adding up in 32 bits may lose
-_STEPS = 60_000  # steps in which the sum of all bounds is counted: the numbers of 16 bits leave room for rounding up
+_STEPS = 60_000  # steps that stand for the sum of all bounds: 16 bits leave room to round up
 _PROBE = 12  # looking up one document costs as much as adding up this many postings
-_HOPEFUL = 0.65  # share of all bounds that must be left at most before a threshold is looked for,
-_NEAR = 1.2  # and so many times the threshold found last before a higher one is:
-_FIRST_SEEDING = 16_384  # postings that are added up before the first,
-_SEEDING_FACTOR = 1.6  # and how many times as many before the next,
-_SEEDS = 1.3  # among how many times k documents,
-_SAMPLE = 4_096  # which are told from the others by a sample of this size
+_HOPEFUL = 0.65  # a threshold is looked for only when at most this share of the sum of all bounds is left,
+_NEAR = 1.2  # and a higher one only when less than this multiple of the last threshold is left
+_FIRST_SEEDING = 16_384  # postings added up before the first threshold is looked for
+_SEEDING_FACTOR = 1.6  # factor on the postings added up until the next
+_SEEDS = 1.3  # a threshold is looked for among this many times k documents,
+_SAMPLE = 4_096  # which a sample of this size helps to choose
 
 
 class IndexCorrupt(ValueError):
@@ -108,10 +108,11 @@ class Tier:
 class Index:
     """Postings of n documents and t terms; c = number of codes.
 
-    A code stands for how often a term occurs in a document of what length: ``gain[code]`` is Lucene's
-    ``freq * normInverse``, ascending, so that codes compare as impacts do; code 0 is for a term that does not occur.
-    Of a frequent term the few postings with the highest codes are its upper tier: they are cheap to add up, and what is
-    left to get from the others is bounded the more closely.
+    A code stands for the number of times that a term occurs in a document and for the document's length. ``gain[code]``
+    is Lucene's ``freq * normInverse``, ascending, so that codes compare as impacts do; code 0 is for a term that does
+    not occur.
+    The few postings of a frequent term with the highest codes are its upper tier: they are cheap to add up, and the
+    bound on what the others can add is then closer.
     """
 
     names_text: NDArray[np.uint8]
@@ -153,8 +154,8 @@ class Index:
         """Open the index that was saved in a directory, memory-mapped.
 
         Raises:
-            OSError: no index there.
-            IndexCorrupt: files that do not belong together.
+            OSError: there is no index in the directory.
+            IndexCorrupt: the files do not belong together.
         """
         try:
             shapes = json.loads((directory / META).read_bytes())["shapes"]
@@ -193,7 +194,7 @@ class Index:
         """Find the best documents for a query.
 
         Args:
-            terms: of the analyzed query; those that are not in the index do not matter.
+            terms: terms of the analyzed query; those that are not in the index do not matter.
             k: largest number of results, at least 1.
 
         Returns:
@@ -354,10 +355,10 @@ class Index:
         """Score that k documents reach, as far as ``total`` is right; 0 if none is known.
 
         Args:
-            fresh: by the documents of these tiers a high score is told from a low one.
+            fresh: tiers whose documents are the sample by which high scores are recognised.
             rest: tiers that are not in ``total`` yet.
-            total: [n] of the other tiers, in steps.
-            k: how many.
+            total: sums [n] over the other tiers, in steps.
+            k: number of documents.
             steps: number of steps that make a score of 1.
         """
         listed = [tier.docs for tier in fresh if tier.docs is not None]

@@ -6,8 +6,8 @@ What this module promises:
 2. `build` holds everything in memory. `build_on_disk` reads the documents as a stream, lets worker processes analyze
    them, and needs memory for the finished arrays and the vocabulary, about 1 kB per document.
 3. A directory appears complete or not at all. Of any number of processes that need the same index one builds it and the
-   others wait for it; if the builder is killed, another one removes its leftovers and starts again. One that cannot be
-   used is built again.
+   others wait for it; if the builder is killed, another one removes its leftovers and starts again. An unusable
+   index is built again.
 """
 
 from __future__ import annotations
@@ -136,12 +136,12 @@ def build_on_disk(documents: Callable[[], Iterable[Document]], directory: Path, 
     """Open the index in ``directory``, building it if it is missing.
 
     Args:
-        documents: called if the index has to be built; read once, as a stream.
-        directory: appears complete; its parent is made if needed.
-        workers: processes that analyze, by default one for each of up to four processors.
+        documents: function that returns the documents; called only to build the index, and read once, as a stream.
+        directory: directory of the index, which appears complete; its parent is made if needed.
+        workers: number of worker processes, by default one for each of up to four processors.
 
     Raises:
-        IndexingFailed: a worker was killed, say by the system for want of memory.
+        IndexingFailed: a worker was killed, for example by the system for lack of memory.
     """
 
     def make(scratch: Path) -> None:
@@ -240,7 +240,7 @@ class _Worker:
         """Have the worker write the part of some texts or, for None, the vocabulary.
 
         Raises:
-            IndexingFailed: it ended.
+            IndexingFailed: the worker process ended.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         message = msgpack.packb([str(path), texts], unicode_errors="surrogatepass")

@@ -1,7 +1,8 @@
 """The original's own search engine: Lucene as Anserini sets it up, through pyserini.
 
 Its ranking is that of :mod:`.index`, which is compared with it. It needs Java 21 or later, and has two limits of Java:
-a process that has searched must not be forked by the operating system, and the virtual machine is never given back.
+a process that has searched must not be forked by the operating system, and the Java virtual machine stays until the
+process ends.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class Lucene:
     """Search in an index that Lucene built.
 
     Args:
-        directory: as `build_lucene` leaves it.
-        results: documents that a search finds at most.
-        remembered: queries whose answers are kept.
+        directory: directory of an index made by `build_lucene`.
+        results: largest number of documents that a search finds.
+        remembered: number of queries whose answers are kept.
 
     Raises:
         DependencyNotInstalled: pyserini or Java is missing.
@@ -61,12 +62,12 @@ def build_lucene(documents: Iterable[tuple[str, str]], directory: Path) -> None:
     """Build an index in a directory, which appears complete or not at all.
 
     Args:
-        documents: names and texts.
-        directory: left as it is if it exists.
+        documents: pairs of a name and a text.
+        directory: directory of the index; left as it is if it exists.
 
     Raises:
         DependencyNotInstalled: pyserini or Java is missing.
-        LuceneFailed: it ended with an error.
+        LuceneFailed: Lucene ended with an error.
     """
     if directory.exists():
         return

@@ -1,4 +1,4 @@
-"""Martin Porter's stemmer, with the two deviations from his paper that his own programs and Lucene's have.
+"""Martin Porter's stemmer, with the two deviations from his paper that his own programs and Lucene's make.
 
 Porter, M. F. (1980), "An algorithm for suffix stripping", Program 14(3). The deviations: ``-bli`` becomes ``-ble``
 where the paper has ``-abli`` to ``-able``, and ``-logi`` becomes ``-log``. Words of one or two letters stay as they
@@ -80,7 +80,7 @@ def _ends_double(word: str) -> bool:
 
 
 def _ends_short(word: str) -> bool:
-    """Tell whether the word ends in consonant, vowel, consonant, where the last is none of w, x and y."""
+    """Tell whether the word ends in consonant, vowel, consonant, and the last letter is not w, x or y."""
     return len(word) > 2 and word[-1] not in "wxy" and _shape(word)[-3:] == "cvc"
 
 

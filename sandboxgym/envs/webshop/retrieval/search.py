@@ -89,8 +89,8 @@ def open_search(catalogue: Catalogue, backend: str = "bm25") -> Search:
         backend: ``"bm25"``, or ``"lucene"`` for the original's own (``pip install 'sandboxgym[webshop-lucene]'``).
 
     Raises:
-        ValueError: no such backend.
-        DependencyNotInstalled: a package is missing, or Java.
+        ValueError: the backend is unknown.
+        DependencyNotInstalled: a package or Java is missing.
         OSError: the index cannot be written.
     """
     key = (catalogue.digest, backend)
@@ -101,7 +101,7 @@ def open_search(catalogue: Catalogue, backend: str = "bm25") -> Search:
 
 
 def documents(catalogue: Catalogue) -> Iterable[Document]:
-    """Documents to index of a catalogue, as a stream."""
+    """Documents of a catalogue that are indexed, as a stream."""
     return ((product.asin, indexed_text(product)) for product in catalogue.products())
 
 
@@ -109,11 +109,11 @@ def build_index(catalogue: Catalogue, *, told: Callable[[int], None] = lambda do
     """Open the index of a catalogue on disk, building it first if it is missing.
 
     Args:
-        catalogue: whose products are searched.
-        told: called with the number of products whose texts were read so far.
+        catalogue: catalogue whose products are searched.
+        told: function that is called with the number of products read so far.
 
     Raises:
-        IndexingFailed, OSError: it cannot be built.
+        IndexingFailed, OSError: the index cannot be built.
     """
 
     def counted() -> Iterator[Document]:

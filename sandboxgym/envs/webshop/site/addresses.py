@@ -1,6 +1,6 @@
 """Addresses of the website: every page but the last is fully determined by its own, so links, "back" and reload work.
 
-Keywords and options are in the query string, in which any character can be written; ``/`` in keywords is no problem.
+Keywords and options are in the query string, which can hold any character, even ``/``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _SUB_PAGES: dict[str, SubPage] = {name.lower(): name for name in SUB_PAGES}
 def path_of(place: ShopPage, sid: str) -> str:
     """Write the path and query string of a page.
 
-    >>> path_of(Place("item", "red / blue", 1, "B000000000", (("size", "10 x 8"),)), "s1")
+    >>> path_of(ShopPage("item", "red / blue", 1, "B000000000", (("size", "10 x 8"),)), "s1")
     '/s/s1/item/B000000000?q=red+%2F+blue&page=1&option.size=10+x+8'
     """
     home = f"/s/{quote(sid, safe='')}"
@@ -37,9 +37,9 @@ def path_of(place: ShopPage, sid: str) -> str:
 
 
 def place_of(address: str) -> tuple[str, ShopPage] | None:
-    """Parse an address to the session's name and the page; None if it is no page's, or the last one's.
+    """Parse an address to the session's name and the page; None for the last page, or if there is no such page.
 
-    >>> place = Place("item", "red / blue", 1, "B000000000", (("size", '10" x 8'),))
+    >>> place = ShopPage("item", "red / blue", 1, "B000000000", (("size", '10" x 8'),))
     >>> place_of(path_of(place, "s1")) == ("s1", place)
     True
     """

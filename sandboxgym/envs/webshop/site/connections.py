@@ -43,7 +43,7 @@ IDLE_SECONDS = 60.0
 REQUEST_SECONDS = 10.0
 ANSWER_SECONDS = 20.0
 _LINGER_SECONDS = 1.0
-"""Time to read from a refused visitor: if its data stayed unread, the kernel would take the answer back."""
+"""Time to read from a refused visitor: if its data stayed unread, the kernel would discard the answer."""
 _LINGER_BYTES = 2**20
 _END = re.compile(rb"\n\r?\n")
 
@@ -63,7 +63,7 @@ class Incoming:
         self._buffer = bytearray()
 
     def wait(self, seconds: float) -> bool:
-        """Wait; returns whether anything has arrived by the deadline."""
+        """Wait at most this long; returns whether anything has arrived."""
         try:
             if not self._buffer:
                 self._receive(time.monotonic() + seconds)
@@ -75,9 +75,9 @@ class Incoming:
         """Read everything up to an empty line.
 
         Raises:
-            Refused: that is too much.
-            TimeoutError: it was not there by then, in seconds of the monotonic clock.
-            HungUp: it will never be.
+            Refused: the line or the fields are too long.
+            TimeoutError: the empty line did not arrive by ``until``, in seconds of the monotonic clock.
+            HungUp: the visitor closed the connection.
         """
         line, looked = -1, 0
         while True:
@@ -141,15 +141,15 @@ class Listener(socketserver.TCPServer):
     """Listening socket that serves every visitor until it is closed.
 
     Args:
-        host: the interface.
-        port: 0 takes a free one.
-        answer: makes what is sent.
-        names: of the site, beside ``localhost`` and the address that a visitor reached.
-        most: connections at once.
-        most_per_visitor: of one address.
+        host: address of the interface.
+        port: number of the port; 0 takes a free one.
+        answer: function that makes the response to a request.
+        names: host names of the site, in addition to ``localhost`` and the address that a visitor reached.
+        most: largest number of connections at once.
+        most_per_visitor: largest number of connections of one address.
 
     Raises:
-        OSError: the port is taken, or not ours to take.
+        OSError: the port is taken, or this process may not use it.
     """
 
     allow_reuse_address = True
@@ -166,14 +166,14 @@ class Listener(socketserver.TCPServer):
         self._lock = threading.Lock()
         super().__init__((host, port), _Unused)
 
-    # Who may come in.
+    # Which connections are accepted.
 
     def get_request(self) -> tuple[socket.socket, Any]:
         """Accept the next connection."""
         try:
             return super().get_request()
         except OSError:
-            time.sleep(0.05)  # no descriptors left: the one that waits to be taken would wake this at once again
+            time.sleep(0.05)  # no descriptors left: the waiting connection would wake this at once again
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -229,7 +229,7 @@ class Listener(socketserver.TCPServer):
             for connection in self._open:
                 _end(connection.socket)
 
-    # What they get.
+    # How they are served.
 
     def _serve(self, connection: _Connection) -> None:
         try:

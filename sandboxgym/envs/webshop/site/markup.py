@@ -43,11 +43,11 @@ def style() -> str:
 
 
 def document(view: View, href: Href, *, home: str) -> str:
-    """A page of the shop.
+    """Write the document of a page of the shop.
 
     Args:
-        view: what is on it.
-        href: where a click leads; not asked for the search button and the purchase, which are forms.
+        view: content of the page.
+        href: function from a clickable name to its address; not called for search and purchase, which are forms.
         home: address of the search page.
     """
     body = _BODIES[view.page](view, href, home)
@@ -173,7 +173,7 @@ def _done(view: View, href: Href, home: str) -> str:
 
 
 def _parts(reward: Reward) -> str:
-    """The parts of a score, for people: the style sheet shows them, the page's text has none of them."""
+    """The parts of a score, for people: the style sheet shows them, and the page's text does not contain them."""
     options = "none asked for" if reward.r_option is None else f"{reward.r_option:.0%}"
     rows = (
         ("", "met", "weight"),

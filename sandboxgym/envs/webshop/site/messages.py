@@ -98,7 +98,7 @@ def parse(head: bytes) -> VisitorRequest:
     r"""Parse a request from its line and fields, up to the empty line.
 
     Raises:
-        Refused: it is none, or not one for this site.
+        Refused: the bytes are not a request, or not one that this site answers.
 
     >>> parse(b"GET /start?goal=1 HTTP/1.1\r\nHost: localhost:3000\r\n").host
     'localhost'

@@ -44,8 +44,11 @@ class Site:
     """The pages of a shop, by address; `Server` puts it on a port.
 
     Args:
-        shop: what is shown; with ``compat="default"``.
-        goals: indices of the goals that visitors may get; default: all.
+        shop: the shop, with ``compat="default"``.
+        goals: indices of the goals that visitors may get; by default all.
+
+    Raises:
+        ValueError: the shop has another ``compat``.
     """
 
     def __init__(self, shop: Shop, goals: Sequence[int] | None = None) -> None:
@@ -195,15 +198,16 @@ class Server:
     """A `Site` on a port, served by threads until `close`; a context manager.
 
     Args:
-        site: what is served.
-        host: the interface.
-        port: 0 takes a free one.
-        names: host names under which visitors reach it, beside ``localhost``, ``host`` and the address itself.
-        connections: at once; those that are idle end for new ones.
-        connections_per_visitor: of one address; as many as ``connections`` where visitors come through a proxy.
+        site: the site to serve.
+        host: address of the interface.
+        port: number of the port; 0 takes a free one.
+        names: host names of the site, in addition to ``localhost``, ``host`` and the address that a visitor reached.
+        connections: largest number of connections at once; new ones replace idle ones.
+        connections_per_visitor: largest number of connections of one address; set it to ``connections`` if visitors
+            come through a proxy.
 
     Raises:
-        OSError: the port is taken, or not ours to take.
+        OSError: the port is taken, or this process may not use it.
     """
 
     def __init__(

@@ -40,8 +40,8 @@ class Sessions:
     def put(self, sid: str, session: ShopState, holder: str = OWNER, *, most: int) -> None:
         """Set a session, now the most recently used of its holder; a new one is the given holder's.
 
-        Where there are too many, the least recently used go: of a holder who has more than `MOST_PER_HOLDER`, then of
-        the largest holder, until the table has at most ``most``.
+        If there are too many, the least recently used are removed: first those of a holder with more than
+        `MOST_PER_HOLDER`, then those of the largest holder, until the table has at most ``most``.
         """
         holder = self._holders.get(sid, holder)
         self.pop(sid)

@@ -16,7 +16,7 @@ from sandboxgym.envs.webshop import actions
 KEYS = {
     key.lower(): key for key in ("Enter", "Backspace", "Delete", "ArrowLeft", "ArrowRight", "Home", "End", "Control+A")
 }
-"""Keys that can be pressed, whose whole effect a snapshot covers. Tab is left out: its starting point is hidden."""
+"""Keys that can be pressed: snapshots cover their whole effect. Tab is left out: where it starts is hidden."""
 _LOW_LEVEL = re.compile(r"\s*(mouse_click|type|press|scroll)\s*\[(.+)\]", re.IGNORECASE)
 _POINT = re.compile(r"\s*(-?\d{1,6})\s*,\s*(-?\d{1,6})\s*")
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -34,7 +34,7 @@ class Gesture:
 
 
 def parse(action: str) -> Gesture | None:
-    """Parse the text of an action; None if it is none.
+    """Parse the text of an action; None if the text is not an action.
 
     Verbs and keys may be in any case; what follows the last bracket is ignored.
 

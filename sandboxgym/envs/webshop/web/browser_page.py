@@ -71,7 +71,7 @@ class PageState:
         """Convert the result of `as_list` back.
 
         Raises:
-            SnapshotCorrupt: it is not a page's state.
+            SnapshotCorrupt: the values are not a page's state.
         """
         match values:
             case [str(typed), None | [int(), int()] as caret, int(slid), [int(right), int(down)], str(storage)] if all(
@@ -159,8 +159,8 @@ class Tab:
     """A browser context of its own with one page, and a session of its own on the website. Opened by the first `show`.
 
     Args:
-        shop: whose site.
-        mode: what `Look.observation` is.
+        shop: the shop whose website is visited.
+        mode: form of `Look.observation`.
         viewport: width and height in pixels.
         executable: see `chromium.chosen_executable`.
     """
@@ -180,14 +180,14 @@ class Tab:
         leases = (self._front, self._chromium)
         return self._page is not None and all(lease is not None and lease.valid for lease in leases)
 
-    # What can be asked of it.
+    # Public operations.
 
     def show(self, session: ShopState, page: PageState) -> None:
         """Restore a session and a page.
 
         Raises:
-            BrowserError: the browser cannot.
-            DependencyNotInstalled: there is none.
+            BrowserError: the browser failed.
+            DependencyNotInstalled: Playwright or a browser is missing.
         """
         if not self.working:
             self._open(session)
@@ -232,7 +232,7 @@ class Tab:
         with contextlib.suppress(RuntimeError):  # the interpreter is ending, and the browser with it
             threading.Thread(target=self.close, daemon=True, name="sandboxgym-tab").start()
 
-    # How.
+    # Implementation.
 
     @property
     def _site(self) -> Site:
@@ -312,7 +312,7 @@ class Tab:
 
     async def _screenshot(self) -> bytes:
         assert self._page is not None
-        await self._page.mouse.move(0, 0)  # else what the pointer rests on looks different
+        await self._page.mouse.move(0, 0)  # because an element under the pointer looks different
         return await self._page.screenshot(type="png", animations="disabled", caret="hide")
 
     async def _do(self, gesture: Gesture) -> bool:

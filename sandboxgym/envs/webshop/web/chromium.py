@@ -84,7 +84,7 @@ def chosen_executable(named: str | os.PathLike[str] | None) -> str:
 
 
 class Chromium:
-    """A running browser; use `shared` to get the process's.
+    """A running browser; use `leases` to share one within the process.
 
     Args:
         executable: "" takes Playwright's own, else the first of `ON_PATH`.
@@ -121,7 +121,7 @@ class Chromium:
         """Run a coroutine on the browser's thread and wait for it.
 
         Raises:
-            BrowserError: Playwright could not do it.
+            BrowserError: Playwright reported an error.
         """
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         try:
@@ -138,7 +138,7 @@ class Chromium:
         Args:
             address: host and port.
             viewport: width and height in pixels.
-            storage: cookies and so on, as ``BrowserContext.storage_state`` gives them.
+            storage: cookies and local storage, in the form that ``BrowserContext.storage_state`` returns.
         """
         assert self._browser is not None
         context = await self._browser.new_context(
@@ -184,7 +184,7 @@ class Chromium:
                     executable_path=path,
                     args=flags,
                     proxy={"server": _NOWHERE},
-                    handle_sigint=False,  # who interrupts a program wants it to end in its own way
+                    handle_sigint=False,  # an interrupted program ends the browser itself
                     handle_sigterm=False,
                     handle_sighup=False,
                 )

@@ -16,7 +16,7 @@ class Closes(Protocol):
 
     @property
     def alive(self) -> bool:
-        """True if it still works; a new user of one that does not gets a new one."""
+        """True if the resource still works; otherwise the next user gets a new one."""
 
     def close(self) -> None:
         """Release everything that the resource holds."""
@@ -48,7 +48,7 @@ class SharedLease(Generic[V]):
         return shared is not None and shared.process == os.getpid() and shared.value.alive
 
     def release(self) -> None:
-        """Close the resource if no one else uses it. Idempotent; does nothing in a forked child, which is no owner."""
+        """Close the resource if no one else uses it. Idempotent; without effect in a forked child."""
         shared, self._shared = self._shared, None
         if shared is not None and shared.process == os.getpid():
             self._release(shared)
@@ -58,7 +58,7 @@ class Leases(Generic[K, V]):
     """Leases of the resources that a function makes, one per key.
 
     Args:
-        make: makes the resource of a key. Other callers wait meanwhile.
+        make: function that makes the resource of a key, while other callers wait.
     """
 
     def __init__(self, make: Callable[[K], V]) -> None:
@@ -70,7 +70,7 @@ class Leases(Generic[K, V]):
             os.register_at_fork(after_in_child=self._forget)
 
     def take(self, key: K) -> SharedLease[V]:
-        """Lease the resource of a key; made now if there is none, or none that still works."""
+        """Lease the resource of a key, which is made now if there is none that works."""
         with self._lock:
             shared = self._shared.get(key)
             if shared is None or not shared.value.alive:

@@ -22,9 +22,9 @@ _LATIN_1 = dict.fromkeys(range(128, 256))
 def token_set_ratio(one: object, other: object) -> int:
     """Similarity from 0 to 100; 100 where the words of one are among those of the other.
 
-    As thefuzz 0.19.0: what is no string is made one, letters of Latin-1's upper half are dropped (others are not),
-    every other character that is neither letter, digit nor underscore parts words, and case does not count. A text
-    without words has the ratio 0 with everything.
+    As in thefuzz 0.19.0, a value that is not a string is converted to one, characters of Latin-1's upper half are
+    dropped, every other character except letters, digits and underscores separates words, and case does not count. A
+    text without words has the ratio 0 with everything.
     """
     return _ratio_of_tokens(_tokens(str(one)), _tokens(str(other)))
 
@@ -42,7 +42,7 @@ def _same(one: str, other: str) -> bool:
 def normalize_color(option: str | tuple[str, ...]) -> str | tuple[str, ...]:
     """Reduce an option to the first colour, in alphabetical order, that is found in it; without any, to itself.
 
-    Found means as a part of the text, also within a word ("standard" is "tan"); in a tuple, as one of its elements.
+    In a text, a colour is found even within a word ("standard" becomes "tan"); in a tuple, only as one of its elements.
     """
     return next((colour for colour in COLOURS if colour in option), option)
 

@@ -43,8 +43,8 @@ class CachedNouns:
     """`Nouns` of any function, each title tagged once.
 
     Args:
-        function: from a title to its nouns, in any iterable.
-        name: of the backend.
+        function: function from a title to an iterable of its nouns.
+        name: name of the backend.
     """
 
     def __init__(self, function: Callable[[str], Iterable[str]], *, name: str) -> None:
@@ -72,11 +72,11 @@ def open_nouns(
     Args:
         source: "embedded" (rules of this package, :mod:`.tagger`), "spacy" or "spacy:MODEL" (as the original), a
             function from a title to its nouns, or the path of a JSON file, an object of titles and their nouns.
-        fallback: what is asked for titles that a file does not have. Without it they are an error.
+        fallback: tagger of the titles that a file does not have; without it, they raise `NounsUnknown`.
 
     Raises:
-        DependencyNotInstalled: spaCy or its model is not here; the message says how to get it.
-        FileNotFoundError: no such file.
+        DependencyNotInstalled: spaCy or its model is missing; the message says how to get it.
+        FileNotFoundError: there is no such file.
         ValueError: the file does not hold such an object, or a fallback is given for a backend that needs none.
     """
     is_file = not callable(source) and not (

@@ -1,8 +1,8 @@
 """A small noun tagger for product titles.
 
 The original takes the nouns and proper nouns that a spaCy model finds. Such a model reads the capitals of a title as
-names: "Clear", "Modern" and "Low" are nouns to it where they are written so. The rules here follow that; they were
-chosen for agreement with the results of real models (the original's tests, recorded purchases by people).
+names: for it, "Clear", "Modern" and "Low" are nouns if capitalised. The rules here do the same; they were chosen to
+agree with the results of real models (the original's tests, recorded purchases by people).
 
 1. Words are cut as spaCy cuts English: at white space, before and after punctuation, at hyphens, slashes and commas
    within a word, before "'s" and between a number and its unit.
