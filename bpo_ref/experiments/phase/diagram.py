@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -193,7 +193,7 @@ def plot(docs: Path, path: Path) -> None:
     for axis in (pooled, tree, regions):
         axis.set(xlim=(0.08, 1.0), ylim=(-0.07, 1.07), xlabel="L: when the return is decided (0 first step, 1 last)")
         axis.set_ylabel("ρ: quality of V̂ (0 mean return, 1 exact)")
-    regions.set_ylim(-0.22, 1.07)
+    regions.set_ylim(-0.62, 1.07)  # the lowest ρ, and room for the names
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     plt.close(figure)
@@ -209,20 +209,21 @@ def _regions(axis: object, docs: Path) -> None:
     axis.contourf(late, QUALITIES, ratio, levels=[0, PAYS, 1, 10], colors=colours, hatches=hatches)
     lines = axis.contour(late, QUALITIES, ratio, levels=(0.5, 0.7, PAYS, 1.0, 1.5), colors="0.35", linewidths=0.8)
     axis.clabel(lines, fmt="%g", fontsize=8)
-    for (x, y), setting in zip(_label_places(), read_settings(docs)):
+    settings = sorted(read_settings(docs), key=lambda setting: list(SETTINGS).index(setting.name))
+    box = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
+    for number, setting in enumerate(settings, 1):
         at = setting.lateness.value, setting.quality.value
         bars = [[[v.value - v.low], [v.high - v.value]] for v in (setting.lateness, setting.quality)]
         axis.errorbar(*at, xerr=bars[0], yerr=bars[1], fmt="k*", markersize=11, elinewidth=0.8, capsize=2)
-        box = {"boxstyle": "round,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8}
-        axis.annotate(setting.name, at, (x, y), textcoords="offset points", fontsize=8, ha="center", bbox=box)
+        beside = (-10 if number % 2 else 10, 4)
+        axis.annotate(str(number), at, beside, textcoords="offset points", ha="center", weight="bold", bbox=box)
+    names = [f"{number} {setting.name}" for number, setting in enumerate(settings, 1)]
+    for column, place in ((names[:4], 0.02), (names[4:], 0.5)):
+        axis.text(place, 0.02, "\n".join(column), fontsize=7, va="bottom", transform=axis.transAxes, bbox=box)
     axis.set_title(
         "cost of bpo relative to rloo-pooled: formula\nhatched: rloo-pooled is cheaper; blue: bpo by a tenth",
         fontsize=10,
     )
-
-
-def _label_places() -> Iterator[tuple[int, int]]:
-    yield from ((0, 9), (0, -16), (0, 9), (60, 5), (0, -16), (0, 9))
 
 
 def _check(axis: object, docs: Path, cells: Sequence[Cell]) -> None:
