@@ -350,7 +350,7 @@ def without_clocks(env: AnyEnv, info: dict[str, Any]) -> dict[str, Any]:
 
 
 def named_factory(factory: Any) -> MakeSpec | None:
-    """How another process makes what a factory makes; None if the factory cannot be imported by name."""
+    """Return how another process makes what a factory makes; None if the factory cannot be imported by name."""
     kwargs: dict[str, Any] = {}
     while isinstance(factory, functools.partial):
         if factory.args:

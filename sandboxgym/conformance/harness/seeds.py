@@ -30,7 +30,7 @@ from sandboxgym.conformance.subject import AnyEnv, Op, Outcome, Subject, restore
 from sandboxgym.core import SnapshotEnv
 
 VARY = 16
-"""Of `LEAST` restores with seeds, the number that must differ before forks that never differ count as a fault."""
+"""Number of `LEAST` restores with seeds that must differ before forks that never differ count as a fault."""
 
 OTHER_DRAWS = "runs with other draws differ"
 """Prefix of `Subject.noise` if recognised streams affect the outcomes."""
