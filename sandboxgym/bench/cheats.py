@@ -294,7 +294,8 @@ def commits(repository: str) -> list[str]:
 INTRODUCTION = """\
 Ways to get the reward of [SWE-bench](swebench.md) without a repair, played in sandboxes here and given to the
 official harness: which succeed, and which the rules behind `info["suspicious"]` name. For those who train on this
-reward or report it."""
+reward or report it. In the tables *here* is the verdict of this package, and *named* lists the rules that apply
+(– if none does)."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
