@@ -23,3 +23,21 @@ def test_a_page_names_its_command_and_keeps_its_remarks(tmp_path: Path, capsys: 
     assert target.read_text().endswith(f"second\n\n{result_page.REMARKS}\n\nBy hand.\n")
     assert "first" not in target.read_text() and "By hand" not in capsys.readouterr().out
     result_page.publish(lines, None)
+
+
+def test_an_introduction_by_hand_is_kept_where_the_program_has_none(tmp_path: Path) -> None:
+    target = tmp_path / "page.md"
+    block = ["```bash", "sandboxgym bench pool", "```", ""]
+    target.write_text("# Old\n\nBy hand,\ntwo lines.\n\n```bash\nold\n```\n\nold text\n\n```\nmore\n```\n")
+    for number in (1, 2):
+        result_page.publish(["# Title", "", *block, f"text {number}"], target)
+        assert (
+            target.read_text()
+            == f"# Title\n\nBy hand,\ntwo lines.\n\n```bash\nsandboxgym bench pool\n```\n\ntext {number}\n"
+        )
+    result_page.publish(["# Title", "", "By the program.", "", *block], target)
+    assert target.read_text() == "# Title\n\nBy the program.\n\n```bash\nsandboxgym bench pool\n```\n"
+    result_page.publish(["# Title", "", "no block"], target)
+    assert target.read_text() == "# Title\n\nno block\n"
+    result_page.publish(["# Title", "", *block], target)
+    assert target.read_text() == "# Title\n\n```bash\nsandboxgym bench pool\n```\n"

@@ -12,6 +12,7 @@ from pathlib import Path
 
 REMARKS = "### What the numbers say"
 """Heading of the hand-written remarks, which are kept when a page is rewritten."""
+_FENCE = "```"
 
 
 def head(title: str, name: str, argv: Sequence[str] | None) -> list[str]:
@@ -45,7 +46,9 @@ def publish(lines: Sequence[str], target: str | Path | None) -> None:
         page = Path(target)
         old = page.read_text(encoding="utf-8") if page.exists() else ""
         title, introduction, rest = _parts(text)
-        text = title + (introduction if introduction.strip() else _parts(old)[1] or introduction) + rest
+        if rest.startswith(_FENCE) and not introduction.strip():
+            introduction = _parts(old)[1] or introduction
+        text = title + introduction + rest
         remarks = old.partition(REMARKS)[2]
         page.write_text(text + (f"\n{REMARKS}{remarks}" if remarks else ""), encoding="utf-8")
 
@@ -53,5 +56,5 @@ def publish(lines: Sequence[str], target: str | Path | None) -> None:
 def _parts(text: str) -> tuple[str, str, str]:
     """Title, introduction, and the rest, which begins with a block of code; without one there is no introduction."""
     title, newline, body = text.partition("\n")
-    introduction, fence, rest = body.partition("```")
+    introduction, fence, rest = body.partition(_FENCE)
     return (title + newline, introduction, fence + rest) if fence else (title + newline, "", body)
