@@ -101,8 +101,8 @@ class ALFWorldEnv(TaskEnv[str, str]):
 
     ## Information
     ``admissible_commands`` (sorted list), ``success`` and ``won``, ``task_id``, ``gamefile``, ``task_type``,
-    ``progress_key`` and ``features`` (see the arguments ``progress`` and ``features``), ``state_hash`` (the same for
-    equal states of the same game), ``valid_action`` (the command, or its alias, was admissible), ``moves``
+    ``progress_key`` and ``features`` (see the arguments ``progress`` and ``features``), ``state_hash`` (equal if
+    and only if the game and its facts are), ``valid_action`` (the command, or its alias, was admissible), ``moves``
     (number of valid commands so far), and two measures of progress towards the goal, which the original only has for
     its THOR environment:
 
@@ -112,7 +112,7 @@ class ALFWorldEnv(TaskEnv[str, str]):
       Unlike in THOR, a lamp once used counts permanently, as it does for the goal.
     - ``goal_condition``: the largest fraction of the goal's literals that hold for one choice of objects (a measure of
       this package). Placing has 1 literal, placing two and treating have 2, looking has 3 (being at the lamp is one).
-      For example, if one apple is heated and another is on the table, this measure is 1/2 and the one above is 2/3.
+      For example, if a heated apple is held and another apple is on the table, this is 1/2 and the one above is 2/3.
       Both are 1 if and only if the game is won.
 
     ## Arguments

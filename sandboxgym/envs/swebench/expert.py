@@ -82,8 +82,8 @@ def _changed_lines(number: int, lines: list[str]) -> Iterator[tuple[int, int, tu
 def slips(edited: list[ScriptedChange], *, by_lines: bool) -> list[list[ScriptedChange]]:
     r"""Wrong versions of a solution, as by a careless expert; the same for equal solutions.
 
-    They are: no edit at all; the first edit alone, if there are several; and a single edit one line too low, if edits
-    go by line numbers.
+    They are: no edit at all; if the solution has several edits, the first alone; and if it has only one, and edits go
+    by line numbers, that edit one line too low.
 
     >>> [change] = changes("diff --git a/f b/f\n--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n a\n-b\n+c\n")
     >>> [[change.lines for change in slip] for slip in slips([change], by_lines=True)]

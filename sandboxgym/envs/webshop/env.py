@@ -93,7 +93,7 @@ class WebShopEnv(TaskEnv[str, str]):
     that do something here: a click on each clickable element and, if there is a search bar, a search for the whole
     instruction; a search for other keywords is allowed too), ``instruction``, ``task_id``, ``success`` (the purchase
     was worth 1), ``valid_action`` (the last action did something), ``page_type`` (``search``, ``results``, ``item``,
-    ``sub_page``, ``done``), ``state_hash`` (the same for states with the same goal, page and products looked at),
+    ``sub_page``, ``done``), ``state_hash`` (equal if and only if goal, page and products looked at are),
     ``progress_key`` and ``features`` (see ``progress`` and ``features`` below). After a purchase also ``reward_info``:
     ``r_type``, ``r_att``, ``r_option``, ``r_price``, the weights ``w_att``, ``w_option``, ``w_price``, the criteria for
     the type (``query_match``, ``category_match``, ``title_score``) and ``nouns``, the name of the tagger behind

@@ -10,8 +10,9 @@ text. Surprising rules of the original:
 2. An option of a synthetic goal is compared as the text of the pair (group, value): it is met if the words of a chosen
    value are among those of the pair, which include the group's name. Colours are reduced to their name ("light blue"
    to "blue") in the chosen options and in the values of human goals; a pair is reduced only if its value is that name.
-3. If the titles have no noun in common, r_type is 0, and below a tenth it is 0.1, even if query or category match. If
-   nouns repeat in its title, a goal's own product has a title score below 1.
+3. The title score is the share of the nouns in the title of the goal's product that the other title has too. If it is
+   0, r_type is 0, and if it is below a tenth, r_type is 0.1, even if query or category match. If nouns repeat in its
+   title, a goal's own product has a title score below 1.
 """
 
 from __future__ import annotations
