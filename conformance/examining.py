@@ -1,7 +1,8 @@
 """Runs of the suite on specimens of the zoo, each in a separate process, with the results in a journal.
 
 A journal is a file with one line of JSON per run. The verdict of a check is kept while the digests of the check and of
-the specimen stay the same (`sources`). Hours of runs can be interrupted, and after a change only that check runs again.
+the specimen stay the same (`sources`). Hours of runs can be interrupted, and if only one check changes, only that one
+runs again.
 """
 
 from __future__ import annotations

@@ -121,7 +121,7 @@ class DeepCopySnapshots(gym.Env[Any, Any]):
         """
         if self._returned is None:
             raise ResetNeeded(f"{self.inner} has no state yet: call reset() before asking for a snapshot")
-        for layer in layers(self.inner):  # not made before the first draw: each copy would make its own
+        for layer in layers(self.inner):  # streams not made before a first draw: each copy would make its own
             materialise(layer.action_space, layer.observation_space)
         _ = self.inner.np_random
         return DeepCopy(copy.deepcopy(self.inner), copied(self._returned), self._fits)

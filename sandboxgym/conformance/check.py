@@ -193,7 +193,8 @@ class Budget:
         Args:
             count: number of rounds if the time suffices.
             seconds: the time limit; default: the soft limit of a check.
-            at_least: minimum number of rounds, whatever the time. It is multiplied by ``share``, but not below 2.
+            at_least: minimum number of rounds, whatever the time. A number above 2 is multiplied by ``share``, but not
+                below 2.
         """
         limit = self.seconds if seconds is None else seconds
         at_least = max(min(at_least, 2), round(at_least * self.share))

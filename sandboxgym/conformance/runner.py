@@ -400,7 +400,11 @@ def _snapshot_seconds(subject: Subject, control: Control) -> float:
 def run_check(
     check: Check, subject: Subject, budget: Budget, seed: int, before: dict[str, Result] | None = None
 ) -> Result:
-    """Run one check and return its result: a SKIP if a capability, or a passed check in ``before``, is missing."""
+    """Run one check and return its result.
+
+    It is a SKIP if a capability is missing, or if a check that this one comes ``after`` failed in ``before``, or was
+    skipped there because of a failure.
+    """
     start = time.perf_counter()
 
     def result(verdict: Verdict, message: str = "", evidence: Any = None, script: str | None = None) -> Result:

@@ -108,7 +108,7 @@ def _step(env: AnyEnv, action: Any) -> tuple[Any, ...] | None:
 
 
 def _numbers(*values: Any, most: int = 16) -> Iterator[float]:
-    """Numbers in nested values, about ``most`` evenly spaced ones of each array; text has none."""
+    """Numbers in nested values, at most ``most`` evenly spaced ones of each array; text has none."""
     for value in values:
         if isinstance(value, dict):
             yield from _numbers(*[value[key] for key in sorted(value, key=str)])

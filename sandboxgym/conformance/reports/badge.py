@@ -13,8 +13,8 @@ from sandboxgym.conformance.runner import Report
 def badge(report: Report | None) -> str:
     """An SVG that says how many checks passed, of how many, and when; for None, that nothing was certified yet.
 
-    It is green if the headline of the report is a pass and every check was asked for. Checks that did not run or stayed
-    inconclusive count in the total.
+    It is green if the headline of the report is a pass, no report beside it has a failure, and every check was asked
+    for. Checks that did not run or stayed inconclusive count in the total.
     """
     label, message, kind, title = "snapshots", "not certified yet", "none", "not certified yet"
     if report is not None:

@@ -109,7 +109,7 @@ def walk(ask: Ask, token: str, kind: str, *, shared: bool) -> list[Place]:
     Args:
         ask: runs commands in the sandbox.
         token: text unique to the run.
-        kind: kind of the marks, a key of `KINDS`.
+        kind: time of the marks, a value of `KINDS`.
         shared: True if the sandbox writes into directories of its machine; see point 3 of the module's description.
 
     Raises:

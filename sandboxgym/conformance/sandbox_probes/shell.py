@@ -259,7 +259,7 @@ def start() -> str:
 
 
 def located(command: str) -> str:
-    """Prefix ``command`` with a search for the directory of the probes, ``$B``, from it or a directory below it."""
+    """Prefix ``command`` with a search for the directory of the probes, ``$B``, from it or not too deep below it."""
     return f"{_FIND.replace('@M@', MARK)}\n{command}"
 
 

@@ -265,7 +265,7 @@ class Scene:
             control: the run to play.
             points: numbers of calls after which snapshots are taken.
             seed_spaces: seed the spaces before each snapshot.
-            until: number of calls after which to stop, if the run is repeatable.
+            until: number of calls after which to stop, which only a repeatable run allows; default: all calls.
         """
         wanted = set(points)
         last = len(control.ops) if until is None else until
