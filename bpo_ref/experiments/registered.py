@@ -452,17 +452,20 @@ def comparisons_table(found: Mapping[str, NDArray[np.float64]], comparisons: Seq
 def ends_table(data: Path, domain: str) -> str:
     """The end of the runs and what they cost, as means over the starts: described, not tested."""
     metric, choices = DOMAINS[domain].metric, chosen(data, domain)
+    processor = all("processor_seconds" in run for run in finished(data, domain, "final"))
     lines = [
         f"| method | {metric} at the start | at the end, mean ± s.e. of starts | rollouts | environment steps | tokens "
-        "| seconds, median |",
-        "|" + "---|" * 7,
+        f"| seconds, median |{' processor seconds, median |' if processor else ''}",
+        "|" + "---|" * (8 if processor else 7),
     ]
     for method, label in choices.items():
         runs = [run for run in finished(data, domain, "final") if run["setting"] == label]
         first, last = (np.array([run["scores"][at][metric] for run in runs]) for at in (0, -1))
         spent = [np.mean([run["counters"][name] for run in runs]) for name in ("returns", "env_steps", "tokens")]
-        seconds = np.median([run["counters"]["seconds"] for run in runs])
-        cells = " | ".join(f"{each:,.0f}" for each in (*spent, seconds))
+        spent.append(np.median([run["counters"]["seconds"] for run in runs]))
+        if processor:
+            spent.append(np.median([run["processor_seconds"] for run in runs]))
+        cells = " | ".join(f"{each:,.0f}" for each in spent)
         lines.append(f"| {method} | {first.mean():.3f} | {_mean_error(last)} | {cells} |")
     return "\n".join(lines)
 
