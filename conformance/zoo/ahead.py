@@ -51,7 +51,7 @@ class Lookout(SnapshotEnv[int, int]):
         return found
 
     def tried(self, action: int, state: Any, bits: Any) -> Transition:
-        """What the action gives at a state."""
+        """Return the transition of an action from a state."""
         self.back(copy.deepcopy(state), bits)
         return Transition(*self.moved(action))
 
@@ -69,7 +69,7 @@ class Lookout(SnapshotEnv[int, int]):
 
 @mutant("a look-ahead draws from the episode's stream", "fork.look_ahead")
 class AheadDraws(Lookout):
-    """What was tried is taken back, the draws are not."""
+    """Look-ahead that takes back the tried actions, but not their draws."""
 
     def successors(self, actions: Sequence[int]) -> list[Transition]:
         found = super().successors(actions)

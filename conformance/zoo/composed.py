@@ -489,7 +489,7 @@ class TwoStreams(Uncaptured):
 
 @mutant("the streams of the two spaces are swapped", "restore.random_streams", "restore.trace_equality")
 class ComposedSpacesSwapped(Weather):
-    """What actions are sampled from is restored to the observations' space, and the other way round."""
+    """Restore that gives each space's stream to the other: actions' to observations', and the reverse."""
 
     def restore(self, snap: Handle, *, seed: int | None = None) -> Output:
         result = super().restore(snap, seed=seed)

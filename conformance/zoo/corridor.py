@@ -229,7 +229,7 @@ class RestoreToTPlusOne(Corridor):
 
 @mutant("the reward of the last step is lost", "restore.trace_equality")
 class PendingRewardLost(Corridor):
-    """What is due in the next step is not captured."""
+    """Corridor whose snapshots leave out the reward due in the next step."""
 
     def _apply(self, state: State) -> None:
         self.state = {**state, "due": 0.0}
@@ -498,7 +498,7 @@ class WallClock(Corridor):
 
 @mutant("forks share a class attribute", "isolation.class_attributes", "fork.isolation")
 class SharedClassAttribute(Corridor):
-    """How many coins were delivered is counted in the class; captured and restored well for one at a time."""
+    """Count of delivered coins kept in the class; captured and restored well for one environment at a time."""
 
     total: ClassVar[int] = 0
 
@@ -521,7 +521,7 @@ _due: list[float] = [0.0]
 
 @mutant("forks share a module's global", "isolation.globals", "fork.isolation")
 class SharedGlobal(Corridor):
-    """What is due is kept in a variable of the module; captured and restored well for one at a time."""
+    """Due reward kept in a variable of the module; captured and restored well for one environment at a time."""
 
     def step(self, action: int) -> tuple[Cells, float, bool, bool, dict[str, Any]]:
         self.state["due"] = _due[0]
@@ -613,7 +613,7 @@ class SnapshotBeforeReset(Corridor):
 
 @mutant("any object is accepted as a handle", "api.wrong_handle")
 class AnyHandle(Corridor):
-    """What is no snapshot is taken for the present state."""
+    """Restore that takes an object that is no snapshot for the present state."""
 
     def restore(self, snap: Any, *, seed: int | None = None) -> Output:
         if not hasattr(snap, "layers"):

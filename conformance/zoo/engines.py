@@ -80,7 +80,7 @@ class StickyActionStays(Emulator):
     follows="openai/atari-py#35",
 )
 class ScreenNotUpdated(Emulator):
-    """What a restore returns was read before it."""
+    """Restore that returns the observation and info read before it."""
 
     def restore(self, snap: Any, *, seed: int | None = None) -> Output:
         seen = (self.observation(), self.info()) if self._was_reset else None

@@ -235,7 +235,7 @@ class DatabaseLost(Browser):
     follows="browser-use/browser-use#3523",
 )
 class SessionCookiesExpire(Browser):
-    """What expires at -1 has expired when it is restored."""
+    """Restore that drops cookies with the expiry -1, which are those of the session."""
 
     def _apply(self, state: State) -> None:
         kept = {name: cookie for name, cookie in state["cookies"].items() if cookie["expires"] >= 0}
@@ -338,7 +338,7 @@ class Container(Game):
 
 @mutant("shared memory is not saved", "restore.trace_equality", follows="checkpoint-restore/criu#300")
 class SharedMemoryLost(Container):
-    """What is mounted from outside comes back empty."""
+    """Restore after which the files below /dev/shm, a mount from outside, are gone."""
 
     def _apply(self, state: State) -> None:
         super()._apply({**state, "files": {**state["files"], "/dev/shm": {}}})
@@ -430,7 +430,7 @@ class SecondSaveForgets(Container):
     follows="NVIDIA/NemoClaw#6454",
 )
 class NewFilesSurvive(Container):
-    """What was captured is unpacked over the files that there are: later ones stay."""
+    """Restore that unpacks the captured files over the present ones, so that later files stay."""
 
     def _apply(self, state: State) -> None:
         there = self.state["files"] if self._was_reset else {mount: {} for mount in self.mounts}
@@ -440,7 +440,7 @@ class NewFilesSurvive(Container):
 
 @mutant("variables are those of a new shell", "restore.trace_equality", follows="sandboxie-plus/Sandboxie#1782")
 class VariablesAnew(Container):
-    """What the start had set is there, and nothing that was set since."""
+    """Restore that brings back the variables of the start, and none that were set since."""
 
     def _apply(self, state: State) -> None:
         super()._apply({**state, "variables": {"TOKEN": state["variables"]["TOKEN"]}})
@@ -501,7 +501,7 @@ class LinkBroken(Container):
     follows="vm0-ai/vm0#8212",
 )
 class ClonesDrawAlike(Entropy):
-    """What is declared to be of the operating system comes from a generator that was captured."""
+    """Draws declared to come from the operating system, made by a generator that is captured."""
 
     def begin(self) -> None:
         self.generator = np.random.default_rng()

@@ -368,7 +368,7 @@ _inherited: list[Path] = []
 
 @mutant("a directory is used again by the next environment", PLACES, shell=shell, limits=limits)
 class ControlUsedAgain(Control):
-    """What is closed leaves its directory for the next one, a hidden one below /var/lib, as it is."""
+    """Closed sandbox that leaves its hidden directory below /var/lib to the next one, as it is."""
 
     where = "/var/lib/.hidden/state"
 
@@ -495,7 +495,7 @@ class MissesDeleted(Walked):
 
 @mutant("the disk limit misses deep directories", DISKS, shell=shell, limits=limits)
 class MissesDeep(Walked):
-    """What is below a path that is too long for a system call is not counted; deleted files are."""
+    """Disk limit that misses files below paths too long for a system call, but counts deleted ones."""
 
     def used(self, cell: Cell) -> int:
         unseen = blocks(named(cell.root, deep=True)) - blocks(named(cell.root, deep=False))
@@ -521,7 +521,7 @@ class MissesNumber(Jail):
 
 @mutant("a control directory is not counted", DISKS, shell=shell, limits=limits)
 class MissesControl(Control):
-    """What is written to ``/run/.control`` is on the machine's disk."""
+    """Disk limit that misses files in ``/run/.control``, which lie on the machine's disk."""
 
 
 @mutant("the neighbour is ended for what another one wrote", DISKS, shell=shell, limits=limits)
@@ -613,7 +613,7 @@ class WaitsForEver(Jail):
 
 @mutant("deep directories raise RecursionError", "hostile.deep_trees", shell=shell, limits=limits)
 class DeepRaises(Jail):
-    """What is captured is measured first, by a function that calls itself."""
+    """Capture that first measures the files by a recursive function."""
 
     def _capture(self) -> Any:
         def count(folder: int) -> int:
@@ -665,7 +665,7 @@ class DeepLeft(Control):
 
 @mutant("processes stay behind after close", "hostile.leftovers", shell=shell, limits=limits)
 class ProcessesLeft(MissesSetsid):
-    """What is closed is only forgotten, and goes on as long as the program that made it."""
+    """Closed sandbox that is only forgotten; its processes run as long as the program that made it."""
 
     def end(self) -> None:
         if self.cell is not None:

@@ -77,7 +77,7 @@ class CloseUnsets(Corridor):
     "state is kept by thread", "concurrency.snapshot_while_stepping", "concurrency.fork_in_threads", "fork.isolation"
 )
 class ByThread(Corridor):
-    """What is due is found only by the thread that reset or restored."""
+    """Due reward that only the thread that reset or restored finds."""
 
     def __init__(self, length: int = 5, render_mode: str | None = "ansi") -> None:
         super().__init__(length, render_mode)

@@ -101,7 +101,7 @@ class PoppedOption(Workshop):
 
 @mutant("the caller's action array is kept", "interface.arguments")
 class KeptAction(Workshop):
-    """What the caller writes into the array after the call changes the next step."""
+    """Step whose array of actions is kept, so that writes of the caller change the next step."""
 
     def remembered(self, action: Any) -> Any:
         return action
@@ -157,7 +157,7 @@ class ForkOffersFirst(Workshop):
 
 @mutant("states are stored by 18 bits of a checksum", "restore.many_held")
 class ShortKeys(Corridor):
-    """Of some thousand states two have the same key, and one restores the other's."""
+    """Snapshots stored by short keys: among some thousand states two share a key, and one restores the other."""
 
     stored: ClassVar[dict[int, str]] = {}
 

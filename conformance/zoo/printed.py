@@ -69,7 +69,7 @@ class SortedBag(Satchel):
 
 @mutant("entries of info come in another order from a restore", "interface.order")
 class InfoTurned(Satchel):
-    """What ``restore`` returns names the pages first."""
+    """Restore that returns an info with its keys in reverse order."""
 
     def _transition(self) -> Transition:
         info = dict(reversed(self.info().items())) if self.returning else self.info()

@@ -274,7 +274,7 @@ class CorruptAccepted(Quest):
 
 @mutant("corrupt bytes crash", "durable.corrupt")
 class CorruptCrashes(Quest):
-    """What is not JSON raises a ``JSONDecodeError``, and so on."""
+    """Loading that lets errors of its parser through, such as ``JSONDecodeError`` for a file that is not JSON."""
 
     class handle(Handle):
         @classmethod
@@ -321,7 +321,7 @@ _interned: dict[str, str] = {}
 
 @mutant("a part stays in the process that saved", "durable.cross_process")
 class PartStays(Quest):
-    """What was polished is kept in a table of the module; a saved handle has the key of its entry only."""
+    """Polished things kept in a table of the module; a saved handle has only the key of their entry."""
 
     def capture(self) -> str:
         content = json.loads(super().capture())

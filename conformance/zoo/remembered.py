@@ -32,7 +32,7 @@ Output = tuple[Any, dict[str, Any]]
 
 
 class Forgetful(Corridor):
-    """What is remembered is forgotten at a reset."""
+    """Corridor that forgets at a reset whatever it remembers."""
 
     kept: dict[Any, Any]
 
@@ -474,7 +474,7 @@ class StaysWhereItThinksItIs(Corridor):
 
 @mutant("a snapshot after a reset and a restore is that of the start", "restore.no_steps")
 class StartIsKept(Corridor):
-    """What a reset made is kept for snapshots of the same task, until a step or a fork; a restore doesn't clear it."""
+    """First state kept for snapshots of the same task until a step or a fork; a restore does not clear it."""
 
     start: State | None = None
 
@@ -541,7 +541,7 @@ class RememberedByPath(Handle):
 
 @mutant("a file that is written again is loaded as it was", "durable.round_trip")
 class LoadedOnce(Quest):
-    """What a path has once held is loaded from it for ever."""
+    """Loading that remembers a path's first contents and returns them for ever."""
 
     handle = RememberedByPath
 

@@ -412,7 +412,7 @@ class ScanNoiseGoesOn(Dice):
     follows="ggml-org/llama.cpp#1182",
 )
 class SeedHasNoEffect(Dice):
-    """What was captured wins over what was asked for."""
+    """Restore that ignores the seed it is given and keeps the captured stream."""
 
     def restore(self, snap: Any, *, seed: int | None = None) -> Output:
         return super().restore(snap)
@@ -430,7 +430,7 @@ class SpacesSeededZero(Corridor):
 
 @mutant("names depend on the time of day", "restore.trace_equality", "restore.many", follows="NetHack-LE/nle#129")
 class BirthdayOfTheClock(Corridor):
-    """What a shopkeeper is called is drawn from the time at which a state was restored."""
+    """Shopkeeper's name drawn from the time at which the state was restored."""
 
     born = 0
 

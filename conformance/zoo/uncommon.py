@@ -45,7 +45,7 @@ class SeedZero(Dice):
 
 @mutant("a seeded restore writes into the handle", "restore.seeded", "stochastic.coupled")
 class SeedStaysInHandle(Quest):
-    """What was restored with a seed is from then on what the handle holds."""
+    """Restore with a seed that writes the seeded state into the handle."""
 
     def restore(self, snap: Any, *, seed: int | None = None) -> Output:
         result = super().restore(snap, seed=seed)
@@ -199,7 +199,7 @@ class ForkFlake(Corridor):
 
 @mutant("restoring one resets its relatives", "fork.isolation", "machine.random_walk")
 class RestoresRelatives(Corridor):
-    """What is due is settled in all forks of one family when one of them is restored."""
+    """Restore that settles the due reward in all forks of the same family."""
 
     def __init__(self, length: int = 5, render_mode: str | None = "ansi") -> None:
         super().__init__(length, render_mode)
