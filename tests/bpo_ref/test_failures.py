@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from tiny_runs import (  # noqa: F401 - fixtures
@@ -22,6 +22,7 @@ from tiny_runs import (  # noqa: F401 - fixtures
     assert_same_weights,
     config_file,
     finished,
+    launcher,
     metrics,
     trained,
 )
@@ -333,31 +334,24 @@ def test_other_errors_are_not_dressed_up(tmp_path: Path, monkeypatch: pytest.Mon
 # Processes.
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="finds the ranks in /proc")
 def test_a_killed_rank_ends_the_run_which_can_be_resumed(tmp_path: Path) -> None:
     config = config_file(tmp_path, updates=10_000, prompts=8, eval_every=10_000, save_every=1)
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--num_processes", "2"]
-    command += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no", "--multi_gpu"]
-    command += ["--main_process_port", "0", str(TRAIN), "--config", str(config), "--out", str(tmp_path)]
+    command = [*launcher(TRAIN, 2)[1:], "--config", str(config), "--out", str(tmp_path)]
     log = tmp_path / "log"
-    with log.open("w") as file:
-        launcher = subprocess.Popen(command, env=ENVIRONMENT, stdout=file, stderr=file)
+    process = forked.start(command, ENVIRONMENT, said=log)
     try:
         deadline = time.monotonic() + 300
-        while not (tmp_path / "checkpoint").exists() and launcher.poll() is None and time.monotonic() < deadline:
+        while not (tmp_path / "checkpoint").exists() and process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        ranks = children(launcher.pid)
+        ranks = process.children()
         assert len(ranks) == 2, log.read_text()[-3000:]
         os.kill(ranks[1], signal.SIGKILL)
-        assert launcher.wait(timeout=300) != 0
+        assert process.wait(timeout=300) != 0
     finally:
-        launcher.kill()
-        launcher.wait()
+        process.kill()
+        process.wait()
     deadline = time.monotonic() + 60
     while any(Path(f"/proc/{rank}").exists() for rank in ranks) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,6 +1,6 @@
 """Prepare ``pytest --last-failed`` after a run with ``--dist loadgroup``: without workers ids have no group.
 
-The names stay in a file, which `.ci/run` shows at its end: what passes when it is run again is no less a fault.
+The names stay in a file, which `.ci/run` shows at its end. What passes alone depends on what else runs: a fault, too.
 Exits with a message unless one to three tests failed.
 """
 

@@ -47,7 +47,7 @@ SETTINGS: dict[str, Any] = {
     "long_rows": "whole",
     "gradient_checkpointing": True,
 }
-SMALL = {"prompts": 4, "updates": 2, "eval_episodes": 2, "max_turns": 3, "max_new_tokens": 8, "env_threads": 1}
+SMALL = {"prompts": 2, "updates": 2, "eval_episodes": 2, "max_turns": 2, "max_new_tokens": 8, "env_threads": 1}
 LIVELY = {"lr": 1e-3, "lr_decay": "constant", "kl_in": "reward"}
 
 

@@ -22,7 +22,6 @@ import wordgame
 import yaml
 from checkpoints import FAMILIES, small_checkpoint, tokenizer_of
 from components import missing
-from test_failures import children
 from tiny_runs import (
     ENVIRONMENT,
     TRAIN,
@@ -31,6 +30,7 @@ from tiny_runs import (
     ctrl_c,
     interrupt,
     launch,
+    launcher,
     metrics,
     results_of,
 )
@@ -557,16 +557,11 @@ def test_two_killed_processes_go_on_bitwise(folders: dict[str, Path], tmp_path: 
     config = config_file(tmp_path, folders["llama"], **options)
     launch(TRAIN, tmp_path / "whole", 2, config)
     out = tmp_path / "parts"
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu"]
-    command += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    command += ["--main_process_port", "0", str(TRAIN), "--config", str(config), "--out", str(out)]
-    process = subprocess.Popen(
-        command, env=ENVIRONMENT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+    process = forked.start([*launcher(TRAIN, 2)[1:], "--config", str(config), "--out", str(out)], ENVIRONMENT)
     deadline = time.monotonic() + 900
     while not (out / "checkpoint").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
-    ranks = children(process.pid)  # in sessions of their own
+    ranks = process.children()  # in sessions of their own
     assert len(ranks) == 2
     for pid in (process.pid, *ranks):
         os.kill(pid, signal.SIGKILL)

@@ -12,6 +12,7 @@ import types
 from pathlib import Path
 from typing import Any
 
+import forked
 import pytest
 import torch
 from components import missing
@@ -248,7 +249,7 @@ def test_a_run_that_is_killed_continues_with_weights_that_are_proven(
         args |= {"server": [server.url], "server_weights": str(tmp_path / "served")}
         program = LEARNING if phase == "it learns" else KILLED
         step = 9 if phase == "the server loads them" else 1
-        process = subprocess.Popen([sys.executable, str(program), json.dumps(args), str(step)], env=ENVIRONMENT)
+        process = forked.start([str(program), json.dumps(args), str(step)], ENVIRONMENT)
 
         def strike(number: int) -> bool:
             """In the middle of the second update's weights: nobody names their version or ends the pause."""
