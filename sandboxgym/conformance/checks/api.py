@@ -22,11 +22,11 @@ _COSTS = ("constant", "written", "steps")
 @check(
     "api.protocol",
     level=0,
-    hazard="Without the protocol nothing can branch: a trainer finds out in the middle of a run.",
-    blind="Whether the methods do what they promise: all other checks.",
+    hazard="Without snapshot, restore and fork nothing can branch, and a trainer finds out in the middle of a run.",
+    blind="Whether the methods do what they promise, which all other checks test.",
 )
 def protocol(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Calls snapshot, restore and fork once, on what the factory makes."""
+    """Calls snapshot, restore and fork once on a new environment; it and its fork must be Gymnasium environments."""
     with Scene(subject) as scene:
         env = scene.make()
         if not isinstance(env, gym.Env):
@@ -50,11 +50,11 @@ def protocol(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
 @check(
     "api.spec",
     level=0,
-    hazard="A declaration that is missing or malformed certifies nothing, and trainers choose by it.",
-    blind="Whether the claims are true: the checks that need each capability.",
+    hazard="A trainer that reads snapshot_spec crashes or makes the wrong choice if it is missing or malformed.",
+    blind="Whether the claims are true (see the checks of each capability).",
 )
 def spec(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Reads ``snapshot_spec`` and the types of its fields, before and after a reset; it must not change by itself."""
+    """Reads ``snapshot_spec`` and checks the values of its fields; a reset must not change it."""
     with opened(subject) as env:
         try:
             before = as_spec(declaration(env))
@@ -85,12 +85,12 @@ def spec(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str
 @check(
     "api.signature",
     level=0,
-    hazard="A trainer that calls by keyword, as the protocol has it, crashes.",
-    blind="Methods written in C, which have no signature.",
+    hazard="A trainer that passes the seed by keyword, as the protocol defines it, crashes.",
+    blind="Methods whose signature Python cannot read, such as some written in C.",
     after=("api.protocol",),
 )
 def signature(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Binds ``snapshot()``, ``restore(snap, seed=None)``, ``fork(2, seed=None)`` to the methods' signatures."""
+    """Checks that ``snapshot()``, ``restore(snap, seed=None)`` and ``fork(2, seed=1)`` fit the methods' signatures."""
     with opened(subject) as env:
         owner: Any = env if methods(env) else list(layers(env))[-1]
         for name, args, kwargs in (
@@ -112,13 +112,14 @@ def signature(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
 @check(
     "api.repeatable",
     level=0,
-    hazard="If a seed does not fix an episode, no run can be compared with one that was never interrupted.",
+    hazard="If a seed does not fix an episode, no run can be reproduced or compared with an uninterrupted one.",
     blind="Randomness that shows only in longer episodes or rarely.",
     after=("api.protocol",),
 )
 def repeatable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Records control runs and replays each in a new environment; where they differ, futures after a restore are
-    compared with those of the original environment instead, and this check is skipped with the difference.
+    """Records runs and replays each from its seed in a new environment.
+    If one differs, this check is skipped with the difference, and other checks compare restores with the original
+    environment instead, or are skipped.
     """
     controls = [subject.control(index, budget.steps) for index in range(budget.traces)]
     for control in controls:
@@ -138,13 +139,14 @@ def repeatable(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
 @check(
     "api.snapshot_before_reset",
     level=0,
-    hazard="A snapshot of nothing is restored later as if it were a state.",
-    blind="Environments with a meaningful state before the first reset, which may return a handle that restores.",
+    hazard="A snapshot taken before the first reset holds no state, but is restored later as if it did.",
+    blind="Snapshots and forks after close(); damage by the refused calls, if runs from one seed differ.",
     after=("api.protocol",),
 )
 def snapshot_before_reset(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``snapshot`` and ``fork`` before the first ``reset`` raise `ResetNeeded` (or another typed snapshot error), and
-    the environment works afterwards.
+    """Calls ``snapshot`` and ``fork`` before the first ``reset``.
+    Each must raise `ResetNeeded` or a `SnapshotError` other than `SnapshotNotSupported`, and an episode played
+    afterwards must be as without these calls.
     """
     control = subject.control(0, budget.steps)
     raised = []
@@ -176,12 +178,14 @@ def snapshot_before_reset(subject: Subject, budget: Budget, rng: np.random.Gener
 @check(
     "api.restore_returns",
     level=0,
-    hazard="An agent that goes on from a restore without an observation acts blindly.",
-    blind="Whether it is the right observation: freshness.observation.",
+    hazard="An agent that continues from a restore without an observation acts blindly.",
+    blind="Whether it is the right observation (see freshness.observation).",
     after=("api.protocol",),
 )
 def restore_returns(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``restore`` returns (observation, info) with an observation of the space, with and without a seed."""
+    """Checks that ``restore`` returns (observation, info), with and without a seed.
+    The observation must be in the observation space, if that of ``reset`` is.
+    """
     with Scene(subject) as scene:
         env = scene.make()
         scene.reset(env, seed=1, options=subject.options(0))
@@ -200,12 +204,15 @@ def restore_returns(subject: Subject, budget: Budget, rng: np.random.Generator) 
 @check(
     "api.wrong_handle",
     level=0,
-    hazard="What is not a snapshot is taken for one, and the environment is broken or silently left where it was.",
-    blind="Handles of another environment that look right: durable.mismatch.",
+    hazard="An object that is not a snapshot is accepted, and the environment is broken or silently stays where it "
+    "was.",
+    blind="Handles of another environment that look right (see durable.mismatch).",
     after=("api.protocol",),
 )
 def wrong_handle(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``restore`` of None, a number, a string, bytes, an object or a dict raises; the episode continues unharmed."""
+    """Calls ``restore`` with None, a number, a string, bytes, an object, a dict and a list.
+    Each call must raise, and the episode must continue unharmed.
+    """
     control = subject.control(0, budget.steps)
     raised: dict[str, str] = {}
     with Scene(subject) as scene:
@@ -231,13 +238,13 @@ def wrong_handle(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
     "api.action_mask",
     level=0,
     after=("api.protocol",),
-    hazard="A mask that nobody understands is ignored: the checks try actions that the environment doesn't allow, and "
-    "see its errors rather than its states.",
+    hazard="A mask that does not fit the action space is ignored: the checks then try forbidden actions, and see the "
+    "environment's errors rather than its states.",
     blind="Masks under another name than action_mask.",
 )
 def action_mask(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Says whether the ``action_mask`` in info, or in an observation that is a dict, is one of the action space in
-    Gymnasium's sense: control runs draw their actions by it then, and without it otherwise.
+    """Checks whether the ``action_mask`` in info, or in a dict observation, fits the action space.
+    If so, the checks sample their actions under it; if not, they ignore it, and this check is skipped.
     """
     if subject.actions is not None:
         raise Skipped("actions come from the hook")

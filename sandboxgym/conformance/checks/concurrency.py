@@ -55,12 +55,14 @@ def _together(tasks: list[Callable[[], None]]) -> None:
     level=5,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Rollouts in threads mix: what works one at a time gives another's states when forked at once.",
-    blind="Races that are rarer than the rounds made; several threads using one environment, which nobody promises.",
+    hazard="Rollouts in threads mix: environments that work one at a time get each other's states when they run at "
+    "once.",
+    blind="Races that are rarer than the rounds made; several threads using one environment at once, which is not "
+    "required.",
 )
 def fork_in_threads(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Threads restore snapshots of different moments, two of them the same one, in environments of their own, fork,
-    play and close, all at once; each must give what it gives alone.
+    """Runs threads that each restore a snapshot in an environment of their own, fork, play and close, all at once.
+    Two of them restore the same snapshot, the others those of other moments. Each must give what it gives alone.
     """
     rounds = 0
     pool = [control for control in controls(subject, budget) if control.repeatable]
@@ -105,12 +107,12 @@ def _forking(subject: Subject, snap: Any, suffix: Any, expected: Any) -> Callabl
     level=5,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A snapshot taken while siblings act has a bit of theirs in it.",
+    hazard="A snapshot taken while siblings act contains part of their state.",
     blind="Races that are rarer than the rounds made.",
 )
 def snapshot_while_stepping(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """A source that continues, with a snapshot after every call, while its forks play in threads, gives what it gives
-    alone, and so do the forks and the restores of all these snapshots at the end.
+    """Steps a source in a thread, with a snapshot before every call, while its forks play in other threads.
+    The source, the forks, and in the end the restores of all these snapshots must give what they give alone.
     """
     rounds = 0
     for number in budget.spending(min(4, budget.traces), at_least=1):
@@ -160,13 +162,15 @@ class _Injected(Exception):
     "concurrency.partial_fork",
     level=5,
     after=("api.protocol",),
-    hazard="A fork(8) that fails at the fifth leaves four environments that nobody can close.",
-    blind="Failures that cannot be injected through the class's restore, reset or __init__.",
+    hazard="A fork(8) that fails at the fifth child leaves four environments that nobody can close.",
+    blind="Failures other than exceptions in the methods restore, _apply, reset and __init__ of the environment's "
+    "class.",
 )
 def partial_fork(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Makes ``fork(4)`` fail at its third child, and late, through the methods that it calls on the children: the
-    exception comes out, children made until then are closed or gone, threads, processes, descriptors and mounts are as
-    before, and the source continues unharmed. FAIL too if temporary files or folders become more each of three times.
+    """Makes ``fork(4)`` fail at the third or sixth call of a method on its children, for each of several methods.
+    The exception must reach the caller, children made until then must be closed or gone, threads, processes,
+    descriptors and mounts must be as before, and the source must continue unharmed. Fails too if each of three tries
+    leaves temporary files or folders.
     """
     control = subject.control(0, budget.steps)
     tried = []

@@ -37,12 +37,12 @@ def _median(action: Callable[[], Any], times: int = 7) -> float:
     "cost.operations",
     level=6,
     after=("api.protocol",),
-    hazard="Snapshots dearer than replaying the episode are not worth having; nobody told.",
-    blind="Cost under load, and of saving.",
+    hazard="Snapshots that cost more than replaying the episode are used, because nobody has measured them.",
+    blind="Cost under load, and of saving and loading.",
 )
 def operations(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Measures medians of snapshot, restore, fork(1), reset, one step, and the replay of an episode's first half; fails
-    nowhere, for cheap is a matter of the environment.
+    """Measures median times of snapshot, restore, fork(1), reset, one step, and the replay of an episode's first half.
+    It never fails, because what is cheap depends on the environment.
     """
     control = subject.control(0, budget.steps)
     half = max(1, control.last // 2)
@@ -99,12 +99,13 @@ def _long(subject: Subject, budget: Budget, rng: np.random.Generator, wanted: in
     "cost.episode_length",
     level=6,
     after=("api.protocol",),
-    hazard="What is declared constant is a replay in disguise: branching late costs as much as playing the episode.",
-    blind="Growth that shows only in episodes longer than were found, or with what is written: cost.written.",
+    hazard="Snapshots whose cost is declared constant replay the episode: branching late costs as much as playing it.",
+    blind="Growth that shows only in longer episodes than were found, or with what is written (see cost.written).",
 )
 def episode_length(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Measures snapshot, restore and fork after the reset and late in an episode ten or more times longer. Where
-    cost is declared constant, five times dearer, in each of three measurements, is a FAIL.
+    """Measures snapshot, restore and fork after the reset and late in an episode of more than ten calls.
+    If cost is declared constant, it is a failure if one of them takes five times as long there, and over 0.1 ms longer,
+    in each of three measurements.
     """
     ops = _long(subject, budget, rng, 200 if budget.name == "quick" else 500)
     late, early = len(ops) - 1, 1
@@ -168,12 +169,13 @@ def episode_length(subject: Subject, budget: Budget, rng: np.random.Generator) -
     "cost.written",
     level=6,
     after=("api.protocol",),
-    hazard="Snapshots grow with everything ever written: kept at each step, they fill memory and disk.",
+    hazard="Snapshots grow with everything ever written: with one kept per step, they fill memory and disk.",
     blind="Environments in which the actions drawn write nothing.",
 )
 def written(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares the bytes of snapshots early and late in a long episode, and after the same reset before and after many
-    episodes; declared constant, five times as many bytes, and 64 KiB more, are a FAIL.
+    """Compares the bytes of snapshots early and late in a long episode, and before and after many episodes.
+    The latter are taken after the same reset. If cost is declared constant, more than five times as many bytes, and
+    more than 64 KiB more, are a failure.
     """
     ops = _long(subject, budget, rng, 200)
     sizes: dict[int, int] = {}

@@ -68,14 +68,15 @@ def folder() -> Iterator[Path]:
     level=5,
     needs=("save", "exact"),
     after=("api.protocol",),
-    hazard="What comes back from a file is not what went in: resumed searches go on from other states.",
-    blind="Other processes and machines: durable.cross_process.",
+    hazard="A loaded snapshot differs from the one saved: resumed searches continue from other states.",
+    blind="Other processes (see durable.cross_process); other machines.",
 )
 def round_trip(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Saves and loads snapshots of several moments, finished episodes too, some twice over; restores what was loaded
-    in new environments and compares the whole future; saving changes neither snapshot nor environment. Saves and loads
-    hundreds of snapshots, of two moments in turn, by one file; and loads a file whose snapshot was released and whose
-    environment was closed. Moments after rare events, which a search has found, are among them.
+    """Saves and loads snapshots and compares what follows their restore with an uninterrupted run.
+    They are of several moments, including finished episodes and rare events that a search has found; some are saved and
+    loaded twice. Saving must not change the snapshot, nor loading its digest. Then hundreds of snapshots of two moments
+    are saved to one file and loaded from it in turn, and a file is loaded after its snapshot was released and its
+    environment closed.
     """
     restores = size = 0
     found = coverage(subject, budget)
@@ -145,13 +146,15 @@ FIRST = 6
     level=5,
     needs=("cross_process", "exact"),
     after=("api.protocol",),
-    hazard="A snapshot works only where it was taken: workers and resumed runs go on from other states, or not at all.",
-    blind="Other machines, other versions.",
+    hazard="A snapshot works only in the process that took it: workers and resumed runs continue from other states, or "
+    "not at all.",
+    blind="Other machines; other versions of the code.",
 )
 def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Carries snapshots (by save and load, or by their bytes; every third one pickled, unless it refuses that) to new
-    interpreters with other hash seeds, working directory and environment variables, restores them there (in two of them
-    all, in other orders; some in interpreters of their own, where nothing came before), and compares the whole future.
+    """Carries snapshots to new interpreters, restores them there and compares all that follows.
+    The interpreters have other hash seeds and environment variables. Snapshots are carried by save and load or by their
+    bytes, two of five pickled if they allow it. Two interpreters, in another working directory, restore all of them in
+    different orders; some snapshots are also restored in interpreters of their own, where nothing came before.
     """
     compared = 0
     with Scene(subject) as scene, folder() as path:
@@ -218,15 +221,15 @@ def cross_process(subject: Subject, budget: Budget, rng: np.random.Generator) ->
     level=5,
     needs=("save", "cross_process", "exact"),
     after=("api.protocol",),
-    hazard="A file refers to a cache, folder or process that goes with the process that saved it: a run cannot be "
-    "resumed tomorrow.",
+    hazard="A file depends on a cache, folder or process that ends with the process that saved it: a run cannot be "
+    "resumed later.",
     blind="Restarts of the machine; files that others delete later.",
 )
 def saver_gone(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Another process plays control runs, saves snapshots and continues. They are loaded and restored here: while it
-    lives and is further on, after it was killed (SIGKILL), after one ended without closing its environments, and after
-    one closed them (and, where other hosts are declared, its temporary folder was deleted); each time in a process too
-    that starts only then. The whole future is compared.
+    """Restores snapshots that another process has saved while it played recorded runs.
+    They are restored here while that process is alive and has played on, after it was killed (SIGKILL), after one ended
+    without closing its environments, and after one closed them (and, if cross_host is declared, its temporary folder
+    was deleted). After each such end, a newly started process restores them too. All that follows is compared.
     """
     pool = [subject.control(index, budget.steps) for index in range(2)]
     pool += sorted(coverage(subject, budget).controls, key=lambda each: -each.last)[:1]
@@ -401,13 +404,15 @@ class _ForeignHandle:
     "durable.mismatch",
     level=5,
     after=("api.protocol",),
-    hazard="A snapshot of another environment or wrapper stack is applied as far as it goes.",
+    hazard="A snapshot of another environment or wrapper stack is applied in part: the episode continues from a mixed "
+    "state.",
     blind="Other versions of the same environment.",
 )
 def mismatch(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Restores what was taken from another environment, and through another stack of wrappers: it must raise, and the
-    environment must continue as if nothing had happened. What was taken from one made with other arguments (numbers and
-    flags of the factory or class, changed one at a time) must raise too, or continue exactly as there.
+    """Restores a snapshot of another environment, one of a foreign type, and one taken through one more wrapper.
+    Each must be refused, and the environment must continue as if nothing had happened. Snapshots of an environment made
+    with other arguments (numbers and flags of the factory or class, changed one at a time) must be refused too, or
+    continue exactly as there.
     """
     control = subject.control(0, budget.steps)
     point = max(1, control.last // 2)
@@ -486,12 +491,13 @@ def _from_elsewhere(subject: Subject, other: Subject, name: str, budget: Budget)
     needs=("save", "exact"),
     after=("api.protocol",),
     hazard="A damaged file gives a wrong state, or a hostile one runs code, instead of an error.",
-    blind="Mutations not drawn; hostile content in a valid file.",
+    blind="Kinds of damage that were not drawn; hostile content in a valid file.",
 )
 def corrupt(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Cuts, flips and extends the bytes of a saved snapshot, some hundred times, and puts a pickle with a payload in
-    its place: each must be refused with a typed error, nothing may run, the environment must continue unharmed; what is
-    still accepted must restore the very same state.
+    """Cuts, extends and changes the bytes of a saved snapshot, over a hundred times if time allows.
+    Each file must be refused by an error that loading may raise (a snapshot error, ValueError, OSError and the like),
+    or restore the very same state; the environment must continue unharmed. A pickle in place of the file must not run
+    its payload.
     """
     control = subject.control(0, budget.steps)
     point = max(1, control.last // 2)
@@ -585,12 +591,13 @@ def _bomb(kind: Any, file: Path, proof: Path) -> None:
     "durable.released",
     level=5,
     after=("api.protocol",),
-    hazard="A released snapshot is used: what it held is gone or belongs to another by then.",
+    hazard="A released snapshot can still be used, although its data is gone or belongs to another one by then.",
     blind="Handles without release().",
 )
 def released(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Restore and save raise after ``release()``, a second release is harmless, and the environment and other snapshots
-    (taken from it, or of the same state) continue to work.
+    """Releases a snapshot twice: restore and save must then raise, and the second release must be harmless.
+    The environment restored from it, a fork of that, and other snapshots (of the same state, and of an earlier one)
+    must continue to work.
     """
     control = subject.control(0, budget.steps)
     point = max(1, control.last // 2)

@@ -23,12 +23,13 @@ from sandboxgym.core import SnapshotEnv, Transition
     level=1,
     after=("api.protocol",),
     hazard="The agent acts on what it saw before the restore: the first action of every branch is nonsense.",
-    blind="Observations that are the same in both states.",
+    blind="Stale observations that equal the captured one.",
 )
 def observation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``restore`` returns, exactly, the observation of the captured moment: in the environment that continued, in a new
-    one, in one playing another episode; arrays, also of the steps that follow, can be written to if those of an
-    uninterrupted run can; what it, reset and step returned stays as it is when the environment continues.
+    """Checks that ``restore`` returns exactly the observation of the captured moment.
+    Snapshots are restored in the environment that continued, in a new one, and in one playing another episode. Arrays
+    that restore and the next two steps return must be writable if those of an uninterrupted run are. What restore,
+    reset and step returned must not change later.
     """
     return _returned(subject, budget, rng, 0, "observation")
 
@@ -37,13 +38,14 @@ def observation(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     "freshness.last_info",
     level=1,
     after=("api.protocol",),
-    hazard="Admissible actions, masks or success flags of another state come with the restored observation.",
-    blind="Entries that the normaliser leaves out.",
+    hazard="Agents get admissible actions, masks or success flags of another state with the restored observation.",
+    blind="Entries that the hook normalize removes.",
 )
 def last_info(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``restore`` returns, exactly, the info of the captured moment, in the same situations; ``last`` of the base
-    environment, where it has one, is then, and in forks, with and without a seed, the whole transition that reset or
-    step had returned, with its reward and flags.
+    """Checks that ``restore`` returns exactly the info of the captured moment.
+    Restores and other requirements are those of freshness.observation. If the base environment has an attribute
+    ``last``, it must be, after restores and in forks, with and without a seed, the whole transition that reset or step
+    had returned, with reward and flags.
     """
     measured = _returned(subject, budget, rng, 1, "info")
     return {**measured, "last transitions": _last(subject, budget, rng)}
@@ -246,12 +248,12 @@ def _frozen(expected: Any, found: Any, path: str) -> str | None:
     "freshness.render",
     level=1,
     after=("api.protocol",),
-    hazard="Agents that see pictures act on a stale frame; videos of branches begin with another branch.",
-    blind="Render modes that need a screen.",
+    hazard="Agents that see pictures act on a stale frame; videos of a branch begin with a frame of another.",
+    blind="Render modes other than ansi and rgb_array.",
 )
 def render(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``render()`` right after a restore gives what it gave at the captured moment, in the modes ansi and rgb_array:
-    in the environment that continued and in a new one; and in a fork it gives what it gives in its source.
+    """Compares ``render()`` right after a restore with the captured frame, in the modes ansi and rgb_array.
+    Snapshots are restored in the environment that continued and in a new one; a fork must render what its source does.
     """
     tried: dict[str, int] = {}
     reasons = []

@@ -35,12 +35,13 @@ SPACES = ("action_space", "observation_space")
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A caller that fills one array for all forks changes the last action that each of them remembers.",
+    hazard="A caller that reuses one action array for all forks changes the last action that each of them has stored.",
     blind="Arguments that cannot be changed in place: texts, numbers, tuples of these.",
 )
 def arguments(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Actions and reset options belong to the caller, who overwrites them as soon as the call has returned: the
-    environment, snapshots of it that are restored, and forks continue like an uninterrupted run whose arguments stay.
+    """Overwrites actions and reset options as soon as each call has returned.
+    The environment, a fork, and another one restored from a snapshot must continue like an uninterrupted run whose
+    arguments stay unchanged.
     """
     compared = overwritten = 0
     pool = controls(subject, budget)
@@ -120,12 +121,13 @@ def _overwrite(value: Any, other: Any) -> bool:
     "interface.spaces",
     level=1,
     after=("api.protocol",),
-    hazard="The space offers actions of another state: an agent is refused what it may do, or draws what it may not.",
-    blind="Spaces that did not change in any run played, which the evidence says.",
+    hazard="The action space is that of another state: an agent is refused legal actions, or samples illegal ones.",
+    blind="Spaces that never changed in the runs played (the evidence counts the different ones).",
 )
 def spaces(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Action and observation spaces, of every wrapper too, are after a restore those of the captured moment: in the
-    environment that went on, in a new one, and in one in another episode; and those of a fork are its source's.
+    """Compares the action and observation spaces of all layers after a restore with those of the captured moment.
+    Snapshots are restored in the environment that continued, in a new one, and in one in another episode. The spaces of
+    a fork must be those of its source.
     """
     compared, seen = 0, set()
     pool = controls(subject, budget)[: 1 if budget.waits else None]
@@ -194,11 +196,12 @@ def _changes(subject: Subject, control: Control) -> set[int]:
     needs=("exact",),
     after=("api.protocol",),
     hazard="Rules that reset(options=...) chose are lost: a branch restored elsewhere plays another game.",
-    blind="Options that are not looked up in the dict, or accept no value made from their default.",
+    blind="Options that reset neither looks up nor merges into a dict, or that accept none of the values tried.",
 )
 def options(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Looks which options ``reset`` reads and tries other values for each; what is captured in an episode with such
-    options is restored in environments that were reset without them, and followed.
+    """Finds the options that ``reset`` reads and plays an episode with another value of each.
+    Its snapshots are restored in environments that were reset without that value, and the rest is compared with an
+    uninterrupted run.
     """
     tried: dict[str, Any] = {}
     compared = 0
@@ -285,13 +288,15 @@ Orders = dict[str, tuple[str, ...]]
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A prompt made by iterating over a dict in info reads otherwise on a branch than on the path that it left.",
-    blind="The order of sets, which copies change; dicts whose order is not that of another run from the same seed.",
+    hazard="A prompt made by iterating over a dict in info reads differently on a branch than on the original "
+    "trajectory.",
+    blind="The order of sets, which copying changes; dicts whose order varies between runs from one seed.",
 )
 def order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """The keys of dicts in observations and info are in the order of an uninterrupted run: in what ``restore`` returns
-    and in the calls after it, in the environment that went on, in a new one, in a fork, and from saved bytes. Only
-    dicts are compared that have one order in several runs from the same seed.
+    """Compares the order of keys of dicts in observations and info with that of an uninterrupted run.
+    It is compared in what ``restore`` returns and in the calls after it: in the environment that continued, in a new
+    one, in a fork, and after saving and loading. Only dicts that have one order in several runs from the same seed are
+    compared.
     """
     compared, seen = 0, set[str]()
     calls = 4 if budget.waits else 12
@@ -404,12 +409,12 @@ def _carried(scene: Scene, snap: Any, folder: str) -> Any:
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="What an agent writes in another script, or with quotes and line ends, is lost by a restore.",
-    blind="Texts that the environment does not keep; actions that are texts inside of other structures.",
+    hazard="Text that an agent writes with non-Latin letters, quotes or line ends is lost by a restore.",
+    blind="Text that the environment does not keep; text inside structured actions.",
 )
 def texts(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Actions that are texts get an ending of foreign letters, signs and line ends where the action space has such
-    texts; snapshots on the way are restored in the environment that went on and in a new one, and followed.
+    """Appends non-ASCII letters, quotes, symbols and line ends to text actions, if the action space allows it.
+    Snapshots on the way are restored in the environment that continued and in a new one, and the rest is compared.
     """
     compared = written = 0
     pool = controls(subject, budget)[: 1 if budget.waits else None]

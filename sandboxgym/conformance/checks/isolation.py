@@ -68,12 +68,12 @@ def _disturbed(
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="State kept on a class is one state for all siblings.",
+    hazard="State kept on a class is shared by all siblings: what one does changes the others.",
     blind="Class attributes whose change shows in no sibling within the calls made.",
 )
 def class_attributes(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares the data on the classes of all layers before and after forks act; fails where it changed and the source
-    or a sibling then behaves differently.
+    """Compares the data on the classes of all layers before and after forks act.
+    Fails if it changed and the source or a sibling then behaves differently.
     """
     rounds, seen = _disturbed(subject, budget, rng, process_globals.class_attributes, "class attributes")
     return {"rounds": rounds, "changed without effect": seen}
@@ -84,13 +84,14 @@ def class_attributes(subject: Subject, budget: Budget, rng: np.random.Generator)
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="State kept in a module, or draws from Python's or NumPy's global stream, are common to all siblings.",
+    hazard="Siblings share state kept in a module, and Python's and NumPy's global random streams: what one does "
+    "changes the others.",
     blind="Globals of modules other than those of the environment's and wrappers' classes.",
 )
 def globals_(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares the data in the modules of all layers' classes before and after forks act; fails where it changed and
-    the source or a sibling then behaves differently, or where steps draw from a global random stream that decides
-    what happens although streams are declared captured.
+    """Compares the data in the modules of all layers' classes before and after forks act.
+    Fails if it changed and the source or a sibling then behaves differently; or if streams are declared captured, but
+    draws from a global random stream decide what happens.
     """
     rounds, seen = _disturbed(subject, budget, rng, process_globals.module_globals, "module globals")
     drawn = _global_draws(subject, budget)
@@ -131,17 +132,18 @@ def _global_draws(subject: Subject, budget: Budget) -> list[str]:
     "isolation.environment",
     level=2,
     after=("api.protocol",),
-    hazard="A fork's `export` or `cd`, a restore's umask or number of threads is one for the whole process, and for "
-    "all siblings in it.",
-    blind="What other processes have of their own: probes.matrix; settings of libraries other than the standard "
-    "one's, NumPy's and PyTorch's; what every reset sets to the same.",
+    hazard="A step, restore or fork that sets an environment variable, the working directory, umask or number of "
+    "threads sets it for the whole process, and so for all siblings in it.",
+    blind="Settings of other processes (see probes.matrix) and of libraries other than Python's own, NumPy and "
+    "PyTorch; what every reset sets to the same value.",
 )
 def environment(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares what a process has one of (environment variables, working directory, umask, limits, priority, import
-    path, signal handlers and mask, warnings, logging, locale, decimal context, settings of NumPy, PyTorch, asyncio and
-    others), and where streams are declared captured the global random ones, before and after every snapshot, restore,
-    fork, step, rendering, further reset and closing; fails where one of them changed any. What only the first time
-    changes (a library that is loaded) is put back and not counted.
+    """Compares the settings of the whole process before and after each call of a tree search; fails if one changed.
+    These are environment variables, working directory, umask, limits, priority, import path, signal handlers and mask,
+    warnings, logging, locale, decimal context, settings of NumPy, PyTorch, asyncio and others; if streams are
+    declared captured, also the global random streams, except in reset, step and render. All calls are made twice
+    and compared the second time, from the first snapshot on: what changes only the first time (a library is loaded,
+    say) does not count.
     """
     with process_globals.put_back():
         captured = subject.capabilities.rng  # read by making and closing an environment
@@ -227,11 +229,13 @@ def _operate(scene: Scene, subject: Subject, budget: Budget) -> Iterator[str]:
     needs=("exact",),
     after=("api.protocol",),
     hazard="Siblings work in one folder: what one writes, the other finds.",
-    blind="Files outside temporary folders, /dev/shm and the working directory; files in containers: probes.matrix.",
+    blind="Files outside temporary folders, /dev/shm and the working directory; files in containers (see "
+    "probes.matrix).",
 )
 def files(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Looks at the files that environments make in temporary folders, /dev/shm and the working directory; fails where
-    forks change files that were there before they were forked and the source or a sibling then behaves differently.
+    """Compares the files that environments have made, before and after forks act.
+    They are looked for in temporary folders, /dev/shm and the working directory. Fails if they changed and the source
+    or a sibling then behaves differently.
     """
     with process_globals.private_temporary() as folder:
         places = [*process_globals.places(), Path("/tmp")]
@@ -249,11 +253,13 @@ def files(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
     "isolation.spaces",
     level=2,
     after=("api.protocol",),
-    hazard="Siblings draw actions or tasks from one stream: what one does moves what the other gets.",
-    blind="Spaces that are no attributes of a layer.",
+    hazard="Siblings draw actions or tasks from one random stream: what one draws changes what the other gets.",
+    blind="Streams other than np_random and those of the action and observation spaces (see streams.unshared).",
 )
 def spaces(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Draws from the spaces and np_random of one fork; the streams of its source and sibling stay as they are."""
+    """Draws from the spaces and np_random of a source and of two forks in turn.
+    The random streams of the other two must stay as they are.
+    """
     control = subject.control(0, budget.steps)
     compared = 0
     with Scene(subject) as scene:
@@ -289,12 +295,13 @@ def spaces(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A cache answers for another branch: rewards or texts of a sibling's state are taken for one's own.",
+    hazard="A cache returns entries of another branch: an agent gets rewards or texts of a sibling's state.",
     blind="Wrong entries that no fork hits; without an importable factory, caches that outlive environments.",
 )
 def caches(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Forks play different actions from one point, one after the other, then all again in another order; each must give
-    what it gives alone: in a new environment, and in a new process, where no cache is filled yet.
+    """Plays forks with different actions from one moment, one after the other, then again in another order.
+    Each must give what its actions give in a new environment, and this must be what they give in a new process, where
+    no cache is filled yet.
     """
     from sandboxgym.conformance.harness import other_process
 

@@ -258,13 +258,16 @@ def search(subject: Subject, *, programs: int, length: int, seconds: float, seed
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A combination of calls that nobody thought of: a fork of a restored fork, a snapshot taken twice.",
-    blind="Combinations longer than the programs, or rarer than their number; what shows in no transition.",
+    hazard="A search makes a combination of calls that nobody tested, such as a fork of a restored fork, and gets a "
+    "wrong state.",
+    blind="Combinations longer than the programs or too rare for their number; state that shows in no transition.",
 )
 def random_walk(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Runs random programs on up to five environments at once, each compared call by call with a control that only
-    replays resets and actions; shrinks a failing program to a minimal script. Programs are saved where the environment
-    variable ``SANDBOXGYM_CONFORMANCE_CORPUS`` names a directory.
+    """Runs random programs of calls on up to five environments at once and compares what they return with controls.
+    Calls are make, reset, step, snapshot, restore, fork, save, release and close. A control is another environment that
+    reached the same state by resets and actions alone (after a restore or fork with a seed, if draws matter, from a
+    snapshot of that moment). A failing program is shrunk to a minimal script, and saved if the environment variable
+    ``SANDBOXGYM_CONFORMANCE_CORPUS`` names a directory.
     """
     if importlib.util.find_spec("hypothesis") is None:
         raise Skipped("random programs need hypothesis: pip install 'sandboxgym[conformance]'")

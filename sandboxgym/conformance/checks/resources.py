@@ -47,15 +47,15 @@ _NATIVE_SLACK = 128 * 1024
     "resources.baseline",
     level=5,
     after=("api.protocol",),
-    hazard="Every branch leaves something behind: a night of training ends in a full disk or no processes left.",
-    blind="What an environment leaves once, not with every cycle; what child processes make in folders other than "
-    "TMPDIR, /tmp, /dev/shm and the working directory; of mounts and containers, and of what child processes make "
-    "outside of TMPDIR, less than other programs make meanwhile.",
+    hazard="Every branch leaves something behind: a night of training ends with a full disk or no processes left.",
+    blind="What an environment leaves once rather than in every cycle; files that child processes make outside TMPDIR, "
+    "/tmp, /dev/shm and the working directory; small leaks of mounts, containers or files of child processes (outside "
+    "TMPDIR) while other programs make or remove some.",
 )
 def baseline(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Counts threads, descriptors, child processes, files that this process made anywhere (by its audit events),
-    temporary files, mounts, containers and memory after rounds of make, reset, step, snapshot, restore, fork, close and
-    release; whatever grows with every round is a leak. What another program may have made must grow again in three more
+    """Repeats make, reset, step, snapshot, restore, fork, close and release; fails if a resource grows in every round.
+    Resources are threads, descriptors, child processes, files that this process made anywhere (seen in audit events),
+    temporary files, mounts, containers and memory. What another program may have made must grow again in three more
     rounds, and not in the pauses between them.
     """
     control = subject.control(0, min(budget.steps, 12))
@@ -103,13 +103,15 @@ def _cycle(subject: Subject, control: Control) -> None:
     "resources.long_lived",
     level=5,
     after=("api.protocol",),
-    hazard="A worker's environment that is restored for days, or a snapshot that is restored in thousands of "
-    "environments, holds more with every restore.",
-    blind="Growth of less than a kilobyte of Python objects a cycle; what is given back at the end, if it ever comes.",
+    hazard="An environment that a worker restores for days, or a snapshot restored in thousands of environments, uses "
+    "more memory or other resources with every restore.",
+    blind="Growth of less than 1 KiB of Python objects (or 16 KiB per round of cycles), or 128 KiB of resident memory, "
+    "per cycle; of any other resource, growth of less than one in two cycles.",
 )
 def long_lived(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Counts the same things as resources.baseline while one environment and one snapshot live: it is restored and
-    snapshotted again and again, and the snapshot restored in new environments, which are closed.
+    """Counts the same resources as resources.baseline while one environment and one snapshot are kept.
+    The environment is restored and snapshotted again and again, and the snapshot is restored in new environments, which
+    are closed.
     """
     control = subject.control(0, min(budget.steps, 12))
     with opened(subject) as env:
@@ -135,12 +137,13 @@ def long_lived(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     "resources.dropped",
     level=5,
     after=("api.protocol",),
-    hazard="A search drops thousands of snapshots without a word, and what they held is never given back.",
-    blind="What is given back when the interpreter ends.",
+    hazard="A search drops thousands of snapshots without releasing them, and what they held is never freed.",
+    blind="Growth of less than 1 KiB of Python objects (or 16 KiB per round of snapshots), or 128 KiB of resident "
+    "memory, per snapshot; of any other resource, growth of less than one in two snapshots.",
 )
 def dropped(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Counts the same things as resources.baseline while snapshots are taken and dropped without ``release()``, which
-    is garbage collection's business then.
+    """Counts the same resources as resources.baseline while snapshots are dropped without ``release()``.
+    Garbage collection must free what they held.
     """
     control = subject.control(0, min(budget.steps, 12))
     with opened(subject) as env:
@@ -301,9 +304,10 @@ def _alternating(
     blind="Limits beyond the depth tried.",
 )
 def depth(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """A chain of 200 snapshots, each taken from an environment restored from the one before, turn by turn in two
-    environments; then compares futures from all over it, the first and the last included, and the bytes of the last
-    with those of a snapshot taken at the same moment of an uninterrupted run.
+    """Takes a chain of 200 snapshots, each after restoring the one before, in two environments in turn.
+    What follows the first, the last and others must be as in an uninterrupted run, and the last must not be much larger
+    than a snapshot of the same moment without a chain. If time runs out before the chain is complete, the check fails
+    if levels have become more than five times slower, and is skipped otherwise.
     """
     control = subject.control(0, budget.steps)
     seconds: list[float] = []
@@ -354,12 +358,14 @@ def depth(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
     "resources.killed_owner",
     level=5,
     after=("api.protocol",),
-    hazard="After a crash processes, mounts and files of a run that is gone fill the machine.",
-    blind="Containers that do not inherit the environment of their owner; folders not taken from TMPDIR.",
+    hazard="After a crash, processes, mounts and files of a run that has ended fill the machine.",
+    blind="Processes and containers that do not inherit the environment variables of their owner; files and mounts "
+    "outside TMPDIR.",
 )
 def killed_owner(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Twice, a process makes an environment, snapshots and forks, and is killed (SIGKILL), and another makes one and
-    ends. No process of the killed one may live on, no mount remain, no temporary file be added by the second time.
+    """Kills (SIGKILL) a process that has an environment, snapshots and forks, and lets another make one and end.
+    This is done twice: no process of a killed one may live on, no mount remain, no temporary file be added the second
+    time.
     """
     if not Path("/proc/self/environ").exists() or not hasattr(signal, "SIGKILL"):
         raise Skipped("this platform has no /proc to look for what is left")

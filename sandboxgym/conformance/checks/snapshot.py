@@ -30,12 +30,13 @@ FAMILY = 4
     "snapshot.noninterference",
     level=1,
     after=("api.protocol",),
-    hazard="The backbone is disturbed by the snapshots taken along it: the trained policy sees another environment.",
-    blind="Effects later than the recorded calls.",
+    hazard="Taking snapshots changes the trajectory along which they are taken: the policy is trained on another "
+    "environment.",
+    blind="Effects that show only after the recorded calls.",
 )
 def noninterference(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Plays control runs again with one, two or three snapshots after every call, kept or released, and compares each
-    outcome, and the whole of another episode after them, with the same calls without snapshots.
+    """Replays recorded runs with one to three snapshots after every call, some kept and some released.
+    Each outcome, and each of a further whole episode, must be that of the same call without snapshots.
     """
     taken = 0
     pool = [*controls(subject, budget), *coverage(subject, budget).controls]
@@ -62,12 +63,13 @@ def noninterference(subject: Subject, budget: Budget, rng: np.random.Generator) 
     "snapshot.rng_untouched",
     level=1,
     after=("api.protocol",),
-    hazard="A snapshot draws random numbers: runs with and without snapshots are two experiments.",
-    blind="Streams that are neither np_random, nor a space's, nor Python's and NumPy's global ones.",
+    hazard="Snapshots or forks draw random numbers: a run with them differs from the same run without them.",
+    blind="Streams other than np_random, those of spaces, and the global ones of Python, NumPy and PyTorch; what forks "
+    "draw from global streams (see isolation.environment).",
 )
 def rng_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares the bit state of every random stream (all layers, their spaces, the global ones) before and after
-    snapshot, restore of it, and fork.
+    """Compares the random streams of all layers and their spaces before and after ``snapshot`` and ``fork``.
+    For ``snapshot``, the global streams are compared too.
     """
     seen: set[str] = set()
     for control in in_time(budget, controls(subject, budget)):
@@ -129,14 +131,16 @@ def put_back() -> Iterator[None]:
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A snapshot shares objects with the environment or the agent: what happens later rewrites the past.",
-    blind="Objects that neither the environment nor what it returned leads to.",
+    hazard="A snapshot shares objects with the environment or the agent: what happens later changes the state that it "
+    "restores.",
+    blind="Shared objects that the rest of the episode does not change and that no returned value refers to.",
 )
 @put_back()
 def immutable(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """A snapshot is unchanged when everything that reset, step and restore returned is overwritten in place and the
-    episode continues: in a new environment its future is the same every time, and so are its bytes and digest. One that
-    is taken after the agent has overwritten what it was given is that of the state all the same.
+    """Overwrites in place all that reset, step and restore return, while the episode continues.
+    A snapshot taken before must restore the same state in new environments each time, and keep its bytes and digest.
+    One taken after the agent has overwritten what it was given must hold the true state too, unless overwriting changes
+    the run itself.
     """
     overwritten = early = 0
     handles = "no digest or bytes to compare"
@@ -219,13 +223,14 @@ def _overwritten_before(subject: Subject, control: Control, point: int) -> int:
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A search that merges equal states by their digest merges none, or states that are not equal.",
-    blind="Snapshots of files and processes, whose digests name an image; handles without a digest.",
+    hazard="A search that merges states with equal digests merges too few, or states that differ.",
+    blind="Snapshots of files and processes, whose digest is that of an image, not of the state; handles without a "
+    "digest.",
 )
 def digests(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Snapshots of one state have one digest: taken twice, days later by the clock, after a restore, in another
-    environment that made the same calls. Where nothing is random, states that answer the same actions differently have
-    different ones.
+    """Compares the digests of snapshots of one state, which must be equal.
+    They are taken twice, after a restore, with the clock set ahead, and in another environment after the same calls. If
+    nothing is random, states that answer the same actions differently must have different digests.
     """
     kind = subject.capabilities.kind
     if kind not in ("memory", "logical", "replay"):
@@ -288,15 +293,15 @@ def _distinct(scene: Scene, control: Control, rng: np.random.Generator, palette:
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Snapshots of a tree share what they have in common: a pruned branch, or a worker that ends, takes others' "
-    "states with it.",
-    blind="Larger families; relatives in other processes: durable.saver_gone.",
+    hazard="Snapshots of a search tree share data: pruning a branch or ending a worker destroys states that others "
+    "need.",
+    blind="Longer chains of snapshots; chains across processes (see durable.saver_gone).",
 )
 def relatives(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Takes snapshots along a line of relatives: an environment, a fork of it, another one restored from the fork's
-    snapshot, and so on. Then loses all snapshots but one, released or only dropped, and all environments, some reset
-    before they are closed, in a drawn order; restores some of those that are left on the way, and in the end the last
-    one, followed to the end, and where it can be saved once more from a file.
+    """Takes four snapshots in a chain of environments, each forked from the one before or restored from its snapshot.
+    Then, in random order, releases or drops all snapshots but one and closes all environments, some after a reset. Some
+    remaining snapshots are restored in between, and the one left at the end, also from a file if it can be saved. What
+    follows each restore must be as in an uninterrupted run.
     """
     control = subject.control(0, budget.steps)
     if not control.repeatable:

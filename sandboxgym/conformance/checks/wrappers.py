@@ -65,12 +65,14 @@ def _source(subject: Subject, name: str) -> str | None:
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Elapsed steps are lost: restored episodes run longer than the original, and late rewards count too much.",
-    blind="Limits longer than the recorded episodes.",
+    hazard="Elapsed steps are lost: restored episodes run past the time limit and collect rewards that the original "
+    "cannot.",
+    blind="Truncation by limits longer than the recorded episodes.",
 )
 def time_limit(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Every `TimeLimit` in the stack has, after a restore, the elapsed steps of the captured moment; a `TimeLimit` of a
-    few steps put around the environment truncates restored episodes and forks at the same step as uninterrupted ones.
+    """Compares the elapsed steps of every `TimeLimit` after a restore, and in a fork, with the captured ones.
+    A `TimeLimit` of a few steps put around the environment must truncate restored episodes and forks at the same step
+    as uninterrupted ones.
     """
     elapsed = truncated = 0
     reason = ""
@@ -157,12 +159,12 @@ def _doubled(reward: Any) -> Any:
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Frame stacks, sticky actions and statistics of another moment go into the restored future.",
-    blind="Wrappers not tried here; those in the stack as made are part of every other check.",
+    hazard="Frame stacks, sticky actions or statistics of another moment continue in restored episodes.",
+    blind="Wrappers not tried here (see the evidence); those that the factory adds are part of every other check.",
 )
 def stack(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Puts Gymnasium's stateful wrappers around the environment, one at a time and three at once, and compares
-    restored and forked futures with uninterrupted runs of the same stack.
+    """Puts wrappers of Gymnasium around the environment, one at a time and three at once.
+    Restored and forked episodes are compared with uninterrupted runs in the same wrappers.
     """
     tried: list[str] = []
     not_tried: dict[str, str] = {}
@@ -225,11 +227,13 @@ class _Bonus(gym.Wrapper[Any, Any, Any, Any]):
     "wrappers.unknown_refused",
     level=1,
     after=("api.protocol",),
-    hazard="A wrapper that nobody taught to be captured is skipped in silence, and its state is wrong in every branch.",
+    hazard="A wrapper whose state cannot be captured is skipped in silence, and its state is wrong in every branch.",
     blind="Wrappers that keep their state in globals or closures.",
 )
 def unknown_refused(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Puts a stateful wrapper of an unknown class around the environment: snapshot and fork must raise, naming it."""
+    """Puts a stateful wrapper of an unknown class around the environment.
+    ``snapshot`` and ``fork`` must raise `SnapshotNotSupported` and name the wrapper or the base environment.
+    """
     messages = {}
     variant = Subject(
         lambda: _Bonus(subject.make_env()),

@@ -23,13 +23,13 @@ from sandboxgym.conformance.subject import Subject
     level=3,
     needs=("rng",),
     after=("api.protocol",),
-    hazard="Draws after a restore are not those that the captured streams were going to give: nothing can be repeated.",
+    hazard="Draws after a restore are not those of the captured streams: no result can be repeated.",
     blind="Streams that no call of the recorded runs draws from.",
 )
 def coupled(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """A restore after one with a seed gives the uninterrupted future again, where streams are captured; a restore with
-    a seed gives the same future twice, also in another environment; and a snapshot of what was restored with a seed
-    repeats that future.
+    """Checks that a restore without a seed, after one with a seed, continues like the uninterrupted run.
+    A restore with a seed must give the same future twice, also in another environment, and a snapshot taken in that
+    future must repeat the rest of it.
     """
     compared = 0
     if not subject.noise:
@@ -134,14 +134,16 @@ def _weak(subject: Subject, reason: str, evidence: dict[str, Any]) -> NoReturn:
     TRANSITIONS,
     level=3,
     after=("api.protocol",),
-    hazard="Siblings are drawn from another distribution than the backbone: their mean return is another one.",
-    blind="Shifts of what none of the first three transitions shows, or smaller than the detectable one in the "
-    "evidence; in the replayed design, randomness drawn from anything but np_random; in the live design, shifts that "
-    "the variety of pasts hides.",
+    hazard="Siblings are drawn from another distribution than uninterrupted episodes: their mean return is biased.",
+    blind="Shifts that show in neither the first nor the third transition, or are smaller than the detectable one in "
+    "the evidence; in the replayed design, randomness from generators that the suite does not find; in the live "
+    "design, shifts hidden by the variety of pasts.",
 )
 def transition_distribution(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Draws the next transitions of one state many times, restored and uninterrupted, and compares them: χ² of whole
-    transitions (or of cells of continuous ones), and the energy distance of their numbers.
+    """Samples the next transitions many times, restored and uninterrupted, and compares their distributions.
+    The uninterrupted ones are from replays of one run with new draws (the replayed design) or from runs with many seeds
+    (the live design). The tests are χ² of whole transitions (or of cells of continuous ones), and the energy distance
+    of their numbers.
     """
     evidence = _judge(subject, budget, TRANSITIONS, "the next transitions after a restore have another distribution")
     found = study(subject, budget)
@@ -153,11 +155,15 @@ def transition_distribution(subject: Subject, budget: Budget, rng: np.random.Gen
     RETURNS,
     level=3,
     after=("api.protocol",),
-    hazard="Returns of siblings are not those that the state would have given: every advantage is biased.",
-    blind="As transition_distribution; beyond the budget's number of steps, nothing.",
+    hazard="Returns of siblings have another distribution than those of uninterrupted episodes: every advantage is "
+    "biased.",
+    blind="Shifts smaller than the detectable one in the evidence, or beyond the budget's number of steps; the limits "
+    "of each design as in stochastic.transition_distribution.",
 )
 def return_distribution(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares returns to the end of the episode (ranks; χ²), and how and when it ends, of the same futures."""
+    """Compares the returns to the end of the episode (by ranks and χ²), and how and when it ends.
+    The samples are those of stochastic.transition_distribution.
+    """
     evidence = _judge(subject, budget, RETURNS, "the returns after a restore have another distribution")
     found = study(subject, budget)
     _powerful(subject, found, found.tests[RETURNS], evidence)
@@ -169,14 +175,14 @@ def return_distribution(subject: Subject, budget: Budget, rng: np.random.Generat
     level=3,
     after=("api.protocol",),
     hazard="Siblings repeat each other: a group of four counts as four samples and is worth less.",
-    blind="Dependence by which siblings do not agree more often: antithetic draws, say. Of continuous outcomes, all "
-    "but exact repetition.",
+    blind="Dependence that does not make siblings agree more often, such as antithetic draws; for continuous outcomes, "
+    "all but exact repetition.",
 )
 def siblings_independent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Makes many families of siblings, by ``fork(k, seed=…)`` and by restores with neighbouring seeds; tests whether
-    members of a family agree more often than those of different families do, and whether the first and the later ones,
-    and all of them and uninterrupted futures, have one distribution; where streams are captured, forks without a seed
-    must all agree.
+    """Samples many groups of siblings, by ``fork(k, seed=…)`` and by restores with neighbouring seeds.
+    Tests whether siblings of one group agree more often than those of different groups, and whether the first of each
+    group, the others and uninterrupted episodes have one distribution (or forks and restores, if no uninterrupted ones
+    start from this state). Where streams are declared captured, forks without a seed must all agree.
     """
     evidence = _judge(subject, budget, SIBLINGS, "seeded siblings are not independent draws from one distribution")
     found = study(subject, budget)

@@ -143,15 +143,16 @@ def _some(found: Any) -> None:
     level=1,
     needs=("rng",),
     after=("api.protocol",),
-    hazard="A second generator (a weather's, an opponent's) goes on where it was: draws after a restore are not those "
-    "that were to come.",
-    blind="Generators inside extension types, other processes, modules and classes; those whose other bits change "
-    "nothing in the calls tried.",
+    hazard="A second generator (of the weather, of an opponent) is not restored: draws differ from those of the "
+    "uninterrupted run.",
+    blind="Generators inside extension types, other processes, modules and classes; those whose state affects nothing "
+    "in the calls tried.",
 )
 def exact(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Finds every generator (NumPy's, old and new, Python's, PyTorch's, keys of jax) that the environment leads to, and
-    compares its bits at a snapshot with those after a restore, in the same environment after more steps and in another
-    one, and in unseeded forks. A difference fails if other bits of that stream change what happens.
+    """Compares each random generator reachable from the environment, at a snapshot and after its restore.
+    Generators are those of NumPy (old and new), Python and PyTorch, and keys of jax. They are compared in the same
+    environment after more steps, in another one, and in a fork without a seed. A difference fails if the state of that
+    generator affects the outcomes.
     """
     proof = _Proof(subject, budget)
     compared: set[str] = set()
@@ -199,16 +200,17 @@ def exact(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
     "streams.seeded",
     level=1,
     after=("api.protocol",),
-    hazard="A seed leaves one of several generators alone, or gives the same draws as another seed: siblings are not "
-    "independent, though most of their noise is.",
-    blind="Whether the fresh bits are independent: stochastic.siblings_independent; generators that streams.exact does "
-    "not find.",
+    hazard="A seed leaves one of several generators unchanged, or gives the same draws as another seed: siblings are "
+    "not independent, though most of their draws are.",
+    blind="Whether the new states are independent (see stochastic.siblings_independent); generators that streams.exact "
+    "does not find.",
 )
 def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Restores with hundreds of seeds: 0, neighbours, powers of two and of ten, large ones and random ones. Each
-    generator that decides what happens in the episode must have other bits for each seed, and other ones than without
-    a seed, and the same for the same seed, in another environment too. So must those of the children of seeded forks.
-    Also where runs from one seed vary, if restores of one snapshot do not: then all children repeat each other.
+    """Restores with up to 256 seeds: 0, small, large and random ones, and ones that differ by powers of two and of ten.
+    Each generator that affects the episode must have another state for each seed, and the same one for the same seed,
+    in another environment too; if streams are declared captured, also another one than without a seed. In seeded forks,
+    it must have another state in each child, and another than in their source. If runs from one seed vary, the check
+    still runs as long as restores of one snapshot do not.
     """
     control = _repeating(subject, budget)
     proof = _Proof(subject, budget)
@@ -285,12 +287,12 @@ def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     "streams.unshared",
     level=2,
     after=("api.protocol",),
-    hazard="Two forks draw from one generator object: what one does moves what the other gets.",
+    hazard="Two forks draw from one generator object: what one draws changes what the other gets.",
     blind="Generators that streams.exact does not find.",
 )
 def unshared(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Looks for generators that are one object in two of: an environment, its forks, seeded and not, and another
-    environment restored from its snapshot. One that decides what happens is a FAIL.
+    """Looks for generators shared by an environment, its forks (seeded or not) and another restored from its snapshot.
+    Fails if a shared generator affects the outcomes.
     """
     control = _control(subject, budget)
     proof = _Proof(subject, budget)

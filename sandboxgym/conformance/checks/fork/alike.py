@@ -22,13 +22,14 @@ WIDE = 20
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Siblings do not start where the backbone was.",
-    blind="Faults rarer than the forks made: see the evidence for what would have been found with 99.9 %.",
+    hazard="Siblings do not start from the state that was forked: advantages compare episodes with different starts.",
+    blind="Faults rarer than the rate in the evidence; at that rate one is found with a probability of 99.9 %. Changes "
+    "of the source (see fork.source_untouched).",
 )
 def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Forks at the start, in the middle, before and after the end of episodes; each child, a child of a child, and the
-    source continue like an uninterrupted run. Then forks hundreds of times, and once into many children, and compares
-    the next calls.
+    """Forks at the start, in the middle, and before and after the end of episodes.
+    Each child, or a child of it, is compared with an uninterrupted run. Then one state is forked hundreds of times, and
+    once into many children, and the next four calls are compared.
     """
     forks = compared = 0
     for control in in_time(budget, controls(subject, budget)):
@@ -90,13 +91,13 @@ def _forked_at(scene: Scene, walk: Walk, point: int) -> list[AnyEnv]:
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Siblings write into each other's episodes: the advantage of one action is that of another's.",
+    hazard="Siblings change each other's episodes: the advantage of one action includes effects of another.",
     blind="Effects that show in no sibling's observation, reward, flag or info (give observe_state).",
 )
 def isolation(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Several forks play different actions, a call at a time in a drawn order, some fork again, some are restored to
-    where they began; the source continues in between. Each must give what it gives when it plays alone in an
-    environment that was never forked.
+    """Plays several forks with different actions, and their source, one call at a time in random order.
+    Some fork again, some are restored to where they began. Each must give what it gives alone in an environment that
+    was never forked.
     """
     rounds = calls = 0
     pool = controls(subject, budget)
@@ -176,12 +177,13 @@ def _interleaved(subject: Subject, budget: Budget, rng: np.random.Generator, con
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Closing a finished branch pulls the ground from under its siblings.",
-    blind="What closing leaves behind: resources.baseline.",
+    hazard="Closing a finished branch breaks its siblings.",
+    blind="What closing leaves behind (see resources.baseline).",
 )
 def close_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Closes source and forks in every order drawn, some twice, some dropped without closing, while the others
-    continue; also the source first, then half of the children.
+    """Closes a source and its forks while the others continue, which must be unaffected.
+    First the source is closed, twice, and then half of its children; then all in random orders. One more fork is
+    dropped without being closed.
     """
     rounds = 0
     for control in in_time(budget, controls(subject, budget)):

@@ -20,11 +20,11 @@ from sandboxgym.conformance.subject import Op, Outcome, Subject
     level=2,
     needs=("rng",),
     after=("api.protocol",),
-    hazard="fork(k) without a seed gives other draws than the backbone's: common random numbers are not common.",
+    hazard="Draws in forks without a seed are not those of the source: branches meant to share random numbers do not.",
     blind="Streams that are neither np_random nor a space's; where they matter, fork.trace_equality sees them.",
 )
 def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """The random streams of every child of ``fork(k)`` are, bit by bit, those of the source; so is np_random_seed."""
+    """Compares the random streams and np_random_seed of each child of ``fork(3)``, bit by bit, with the source's."""
     compared: set[str] = set()
     for control in controls(subject, budget):
         with Scene(subject) as scene:
@@ -50,14 +50,14 @@ def unseeded_exact(subject: Subject, budget: Budget, rng: np.random.Generator) -
     "fork.seeded_independent",
     level=2,
     after=("api.protocol",),
-    hazard="Seeded siblings share their noise: they are one sample, counted k times.",
-    blind="Correlations between streams that differ: stochastic.siblings_independent.",
+    hazard="Seeded siblings share their random draws: they are one sample, counted k times.",
+    blind="Correlations between streams that differ (see stochastic.siblings_independent).",
 )
 def seeded_independent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``fork(k, seed=S)``: children's np_random differ from each other's and the source's, for S = 0 too, and where the
-    source is itself a fork; another S gives others, the same S the same, hundreds of times; where all S give the same
-    futures, nothing is random, and all continue like the source; where it is, not all children do the same. In the
-    middle of an episode, too, a seed changes nothing that no draw decides.
+    """Forks with seeds: np_random of each child must differ from its siblings' and the source's.
+    This includes seed 0 and a source that is itself a fork. Other seeds must give other streams, and equal seeds equal
+    children, hundreds of times. If nothing is random, all children must continue like the source; if something is, not
+    all may do the same. A seed in the middle of an episode must change nothing but random draws.
     """
     control = subject.control(0, budget.steps)
     random_ = seeding.random_by(subject.noise)

@@ -27,13 +27,15 @@ Ahead = Callable[[AnyEnv, Sequence[Any]], list[Transition]]
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A look-ahead answers what a step would not, or moves the episode on: searches and corrections rest on it.",
-    blind="Actions and moments that it did not ask about.",
+    hazard="A look-ahead gives other results than a step, or changes the episode: searches that rely on it choose "
+    "wrongly.",
+    blind="Actions and moments that were not tried.",
 )
 def look_ahead(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Asks `sandboxgym.wrappers.successors` and ``outcomes`` at moments of control runs about several actions, in
-    two orders. The answers must be those of the step in an environment that was never asked (outcomes: reward and end,
-    and of the info what they have of it); random streams and the rest of the episode must be as without asking.
+    """Calls `sandboxgym.wrappers.successors` and ``outcomes`` with several actions at moments of recorded runs.
+    The answers, with the actions in either order, must be those of ``step`` in another environment (of ``outcomes`` the
+    reward, the flags, and the entries that it gives of the info). The rest of the episode, and random streams that are
+    declared captured, must be as without these calls.
     """
     pool = [
         each

@@ -19,11 +19,12 @@ from sandboxgym.errors import SnapshotNotSupported
     level=2,
     after=("api.protocol",),
     hazard="A fork without its wrappers has no time limit, other observations and other rewards.",
-    blind="Wrappers made by functions that return something else.",
+    blind="Settings of wrappers (see fork.trace_equality); wrappers that do not derive from gymnasium.Wrapper.",
 )
 def keeps_wrappers(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Children have the source's layers (types and order), share none of them, and have the protocol's methods
-    if the source has; so have children of children; spaces and render mode are the source's.
+    """Compares the layers, spaces and render mode of children, and of a child's child, with those of the source.
+    Layers (wrappers and base environment) must be of the same types in the same order, and none shared; children must
+    have the methods snapshot, restore and fork if the source has.
     """
     control = subject.control(0, budget.steps)
     with Scene(subject) as scene:
@@ -56,11 +57,11 @@ def keeps_wrappers(subject: Subject, budget: Budget, rng: np.random.Generator) -
     "fork.invalid",
     level=2,
     after=("api.protocol",),
-    hazard="A wrong k gives no error but no children, or half of them.",
+    hazard="A wrong k raises no error, but gives no children or too few.",
     blind="Very large k.",
 )
 def invalid(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``fork(0)``, ``fork(-1)``, ``fork("2")`` and ``fork(None)`` raise, and the source continues unharmed."""
+    """Calls ``fork`` with 0, -1, "2" and None: each call must raise, and the source must continue unharmed."""
     control = subject.control(0, budget.steps)
     raised = {}
     with Scene(subject) as scene:
@@ -87,12 +88,13 @@ def invalid(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Forks are made with default arguments: on a larger board siblings play another game.",
-    blind="Arguments that are neither numbers nor flags of the factory or class, and values that it does not take.",
+    hazard="Forks are made with default arguments: those of an environment with a larger board, say, play another "
+    "game.",
+    blind="Arguments other than numbers and flags of the factory or class; values that it refuses.",
 )
 def arguments(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Makes the environment with other arguments (numbers and flags of the factory or class, changed one at a time) and
-    compares the future of a fork, and of a fork of it, with an uninterrupted run of an environment made so.
+    """Makes the environment with other arguments and compares a fork, and a fork of it, with an uninterrupted run.
+    The arguments are numbers and flags of the factory or class, changed one at a time.
     """
     tried: list[str] = []
     same = 0

@@ -27,12 +27,13 @@ CROWD = 64
     "fork.source_untouched",
     level=2,
     after=("api.protocol",),
-    hazard="Branching disturbs the backbone, which then differs from one that was never branched.",
-    blind="Effects later than the recorded calls.",
+    hazard="Forking changes the source: its trajectory differs from one that was never forked.",
+    blind="Effects that show only after the recorded calls.",
 )
 def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Plays control runs again and forks after every second call or so, seeded and unseeded; children step, reset to
-    other episodes and close; every outcome of the source is that of the run without forks.
+    """Replays recorded runs and forks after about every second call, with and without a seed.
+    Children step, some are reset to other episodes, and all are closed. Every outcome of the source must be that of the
+    run without forks.
     """
     repeatable = [control for control in controls(subject, budget) if control.repeatable]
     if not repeatable:
@@ -63,13 +64,14 @@ def source_untouched(subject: Subject, budget: Budget, rng: np.random.Generator)
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A child that takes another action than its source or sibling gets what belongs to theirs.",
-    blind="What is remembered by more than depth and action, and is met by no two branches.",
+    hazard="A child that takes another action than its source or siblings gets the results of theirs.",
+    blind="Results remembered under keys that no two of the branches share; render modes that do not work here.",
 )
 def diverge(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Forks take branches as restore.diverge does: the children of one moment take other actions than their source and
-    than each other, first different ones, then the same at the same moments, one after the other; children of
-    children branch again; in the end the source takes its own.
+    """Plays branches in the children of one moment, one after the other, and compares them with unforked environments.
+    Branches begin with different actions and then take the same ones at the same depths. A child of each child
+    continues its branch after all others have acted; in the end the source takes its own actions. In every third round
+    the rendered picture is compared too.
     """
     return diverging(subject, budget, rng, _by_fork, [])
 
@@ -101,13 +103,13 @@ def _by_fork(scene: Scene, control: Control, point: int, parted: list[Walk], rng
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Slots, ports or names run out: the children of a wide tree, all alive, share with the first ones.",
-    blind="More children than were alive at once: see the evidence.",
+    hazard="Slots, ports or names run out: in a wide tree, later children share those of the first ones.",
+    blind="More children than were alive at once (the number is in the evidence).",
 )
 def crowd(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Forks many children (64, fewer where the environment is slow or its state large) that live at once and all act,
-    each in turn and with other actions than its neighbours; takes a snapshot of each in the middle, lets all continue,
-    and restores these in a drawn order. Each must give what it gives alone.
+    """Forks many children (64, fewer if the environment is slow or its state large) that are alive at once and all act.
+    They step in random order, neighbours with different actions. A snapshot of each is taken in the middle, and
+    restored in random order when all have continued. Each must give what it gives alone.
     """
     pool = [each for each in controls(subject, budget) if each.repeatable and each.last > 2]
     if not pool:

@@ -21,13 +21,15 @@ from sandboxgym.core import SnapshotEnv
     level=2,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="copy.deepcopy(env) is a fork by contract, and whole trees are copied so; a shallow copy shares.",
-    blind="Environments that define no __deepcopy__ and promise nothing.",
+    hazard="Code that copies an environment with copy.deepcopy, or a tree that holds it, gets a copy that shares its "
+    "state.",
+    blind="Environments that define no __deepcopy__, for which the check is skipped.",
 )
 def deepcopy(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """A deep copy, and one of that, start where the source is and are independent of the others' actions and closing,
-    where an environment defines ``__deepcopy__``; a copy made before the first reset plays an episode; ``copy.copy``
-    raises.
+    """Checks that a deep copy of an environment that defines ``__deepcopy__``, and a copy of that copy, are forks.
+    They must start from the source's state and be independent of the others' actions and closing. A `SnapshotEnv`
+    copied before its first reset must play an episode; ``copy.copy`` must raise if the environment defines
+    ``__copy__``.
     """
     with opened(subject) as env:
         if not methods(env) or not _defines(env, "__deepcopy__"):

@@ -33,14 +33,15 @@ from sandboxgym.conformance.subject import AnyEnv, Control, Subject
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Branches start from a state that is not the one the backbone was in: every advantage is biased.",
-    blind="State that shows nowhere in the recorded calls (give observe_state).",
+    hazard="Branches start from a state other than that of the trajectory that they branch from: every advantage is "
+    "biased.",
+    blind="State that shows in none of the compared calls (give the hook observe_state).",
 )
 def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Takes snapshots at the start, in the middle, before and after the end of episodes of several seeds, on- and
-    off-policy, some of them long; restores each, in the environment that continued to the end, with what surrounds it
-    changed in between (global random streams, environment variables, time), and compares the whole rest with an
-    uninterrupted run.
+    """Restores snapshots of several episodes and compares the whole rest of each with an uninterrupted run.
+    Snapshots are taken at the start, in the middle, and before and after the end of on- and off-policy episodes of
+    several seeds, and restored in the environment that played on. Global random streams, environment variables and the
+    clock are changed before each restore.
     """
     compared = restores = traces = 0
     kinds = set()
@@ -69,11 +70,14 @@ def trace_equality(subject: Subject, budget: Budget, rng: np.random.Generator) -
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Part of the state stays behind in the environment that took the snapshot; siblings made elsewhere differ.",
-    blind="State shared by all environments of a process: durable.cross_process.",
+    hazard="Part of the state stays behind in the environment that took the snapshot: branches in other environments "
+    "differ.",
+    blind="State shared by all environments of a process (see durable.cross_process).",
 )
 def other_env(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Restores in a new environment that was never reset, in one that was, and in one far into another episode."""
+    """Restores snapshots in other environments and compares the rest with an uninterrupted run.
+    The others were never reset, just reset, near the end of another episode, or past its end.
+    """
     compared = restores = 0
     pool = controls(subject, budget)
     for index, control in enumerate(pool):
@@ -99,13 +103,13 @@ def other_env(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A snapshot that works once, or 49 times of 50, corrupts a few branches of every run.",
-    blind="Faults rarer than the restores made: see the evidence for what would have been found with 99.9 %.",
+    hazard="A snapshot that restores correctly only once, or 49 times out of 50, corrupts a few branches of every run.",
+    blind="Faults rarer than the rate in the evidence; at that rate one is found with a probability of 99.9 %.",
 )
 def many(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Restores one snapshot hundreds of times, with steps in between, then takes and restores hundreds of snapshots, of
-    two moments in turn, each released before the next; after each compares what follows with the control run, every
-    tenth time of the first ones to the very end.
+    """Restores one snapshot hundreds of times, then takes and restores hundreds of snapshots of two moments in turn.
+    Each of these is released before the next. The next four calls are compared with an uninterrupted run, and the whole
+    rest after every tenth restore of the one snapshot.
     """
     control = subject.control(0, budget.steps)
     restored = taken = 0
@@ -141,12 +145,12 @@ def many(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A search that goes back and forth between branch points lands in a mixture of them.",
-    blind="Orders not drawn.",
+    hazard="A search that jumps between branch points restores a mixture of their states.",
+    blind="Orders of restores that were not drawn.",
 )
 def any_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Keeps snapshots of several points of two episodes and restores them in drawn orders: older after newer, newer
-    after older, the same twice, with a few calls in between.
+    """Restores snapshots of several moments of two episodes in random order, with up to seven calls in between.
+    Each call is compared with an uninterrupted run.
     """
     pool = controls(subject, budget)
     restores = 0
@@ -169,12 +173,12 @@ def any_order(subject: Subject, budget: Budget, rng: np.random.Generator) -> dic
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Trees deeper than one level start from states that drift: a snapshot of a restored state is another state.",
-    blind="Very deep chains: resources.depth.",
+    hazard="A snapshot of a restored state holds another state: in trees deeper than one level, states drift.",
+    blind="Longer chains (see resources.depth).",
 )
 def nested(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Takes each snapshot from an environment that was itself just restored, call by call, in turn in two
-    environments; then restores them all, newest and oldest first.
+    """Takes a chain of snapshots, each after restoring the one before and making one call or none, in two environments.
+    Then restores all of them, oldest first and newest first, and compares the rest with an uninterrupted run.
     """
     taken = 0
     for control in in_time(budget, controls(subject, budget)):
@@ -206,12 +210,13 @@ def nested(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="What reset() loads (task, level, goal) stays, and the restored agent plays one game by another's rules.",
+    hazard="What reset() loads (task, level, goal) survives a restore: the agent plays one task by the rules of "
+    "another.",
     blind="Tasks that neither seeds nor reset_options reach.",
 )
 def after_reset(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """A restore is exact after resets to other seeds and tasks and play there (a little, or to the end); and a whole
-    other episode after a restored one is what it is after an uninterrupted one.
+    """Restores after another episode was begun or played to its end, and compares the rest with an uninterrupted run.
+    A whole further episode after a restored one must also be as after an uninterrupted one.
     """
     restores = 0
     pool = controls(subject, budget)
@@ -240,13 +245,13 @@ def after_reset(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="The done flag is lost or sticks: finished episodes go on, or restored ones end at once.",
+    hazard="The done flag is lost or sticks: finished episodes continue, or restored ones end at once.",
     blind="Episodes that do not end within the recorded steps.",
 )
 def after_done(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Restores a finished episode, here and in a new environment: steps and the next reset are as in one that was
-    never interrupted; restoring an earlier point of it takes the end back. Episodes of every way of ending that a
-    search with the environment's own snapshots finds are among them.
+    """Restores finished episodes and compares later steps and the next reset with an uninterrupted run.
+    They are restored in the same environment and in a new one; restoring a moment before the end must undo the end.
+    Episodes of every way of ending that a search with the environment's own snapshots finds are among them.
     """
     tried = 0
     endings = set()
@@ -289,11 +294,12 @@ def _quiet_between(control: Control, start: int, end: int) -> bool:
     needs=("exact",),
     after=("api.protocol",),
     hazard="Snapshots die with the environment that took them: a pool of environments cannot shrink.",
-    blind="Environments killed instead of closed: resources.killed_owner.",
+    blind="Processes that are killed before they close their environments (see durable.saver_gone).",
 )
 def after_close(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Closes (twice) the environment that took the snapshots, drops it, and restores them in new ones: after it began
-    another episode, in the middle of the one that they are of, and at the moment of the newest.
+    """Closes the environment that took the snapshots, twice, and restores them in a new one.
+    It is closed after beginning another episode, or in the same episode: at the moment of the newest snapshot, or two
+    calls later.
     """
     restores = 0
     for number, control in enumerate(controls(subject, budget)):
@@ -321,12 +327,12 @@ def after_close(subject: Subject, budget: Budget, rng: np.random.Generator) -> d
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Restoring twice is not restoring once: every visit of a branch point moves it.",
-    blind="Drift that shows only after hundreds of visits: restore.many.",
+    hazard="Restoring twice differs from restoring once: every visit to a branch point moves it.",
+    blind="Drift that shows only after hundreds of visits (see restore.many).",
 )
 def idempotent(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """restore; restore gives what restore gives; a snapshot of a just restored state is worth the same; the random
-    streams and the observed state are the same after each.
+    """Restores a snapshot several times in a row, in turn with one taken right after the first restore.
+    The outputs and random streams must be the same each time, and the rest as in an uninterrupted run.
     """
     tried = 0
     for control in in_time(budget, controls(subject, budget)):
@@ -358,14 +364,16 @@ def _late(scene: Scene, budget: Budget) -> bool:
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A restore is skipped because the environment takes itself to be there already: it is where a reset put it.",
-    blind="Longer sequences of calls without a step between.",
+    hazard="An environment skips a restore because it believes that it is in that state already, although a reset "
+    "moved it.",
+    blind="Longer sequences of calls without a step in between.",
 )
 def no_steps(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Makes three calls without a step between them, in all combinations of: restores of two snapshots, one with a
-    seed, resets with another seed, the same one and none, a snapshot, a fork, one step; on the environment that took
-    the snapshots, or on a fork of it. Then restores one of the two, and compares what it returns and what follows:
-    in that environment, in a fork of it, or in another one, restored from a snapshot of it.
+    """Makes three calls in a row, then restores one of two snapshots and compares its output and the next two calls.
+    The three are restores (of either snapshot, or with a seed), resets (with the same seed, another or none), a
+    snapshot, a fork or a step, in as many combinations as time allows. They are made in the environment that took the
+    snapshots or in a fork of it. The comparison is made there and, in two of three cases, also in a fork of that or in
+    another environment, which restores a snapshot of it.
     """
     control = subject.control(0, budget.steps)
     tried = 0
@@ -430,14 +438,15 @@ def no_steps(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Faults at the time limit, after a rare action or late in an episode are met by luck, or by the trainer.",
-    blind="What the search did not reach: the evidence says what it did.",
+    hazard="Restores that are wrong only at a time limit, after a rare action or late in an episode corrupt training "
+    "unnoticed.",
+    blind="What the search did not reach (the evidence lists what it reached).",
 )
 def covered(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Searches, with the environment's own snapshots, for long episodes, every way of ending, rare actions, rewards and
-    entries of info; records each from a reset without snapshots. Takes snapshots before and after each such event, near
-    the end and in the middle, restores each in the environment that continued, in a new one and through a fork, and
-    compares everything to the end.
+    """Searches for long episodes, every way of ending, rare actions, rewards and entries of info, and restores there.
+    The search uses the environment's own snapshots, but the runs that it finds are recorded from a reset without any.
+    Snapshots before and after some of these events, near the end and in the middle are restored in the environment that
+    played on, in a new one and through a fork, and the whole rest is compared.
     """
     found = coverage(subject, budget)
     if not found.controls:

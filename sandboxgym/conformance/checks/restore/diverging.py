@@ -28,16 +28,15 @@ from sandboxgym.conformance.subject import Control, Subject
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="What one branch did is remembered for another of the same depth: a tree compares actions with themselves.",
-    blind="What is remembered by more than depth and action, and is met by no two branches; pictures of modes that do "
-    "not work here.",
+    hazard="Results of one branch are remembered for another at the same depth: a tree search compares an action with "
+    "itself.",
+    blind="Results remembered under keys that no two of the branches share; render modes that do not work here.",
 )
 def diverge(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Takes other actions than the control run took, several ways from many points, with restores in between, in turn
-    in two environments; the branches differ first and then take the same actions at the same moments. Snapshots are
-    taken on the branches, at the same depths, and restored in a drawn order. Each call of each branch, in every third
-    round with the picture, is compared with the same calls in an environment that was never restored; in the end with
-    those in a new process too.
+    """Plays several branches from each of many moments, in two environments in turn, with restores in between.
+    Branches begin with different actions and then take the same ones at the same depths. Snapshots taken on the
+    branches at equal depths are restored in random order. Each call, in every third round with the rendered picture, is
+    compared with the same call in an environment that was never restored, and that of some branches with a new process.
     """
     told: list[Walk] = []
     found = diverging(subject, budget, rng, _by_restore, told)

@@ -34,12 +34,14 @@ FOLLOWED = 4
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="What an early decision pays at the end of a long episode is lost: that is the reward that is trained on.",
-    blind="Episodes longer than those in the evidence; consequences that the actions played don't have.",
+    hazard="A reward that an early decision earns at the end of a long episode is lost, although training depends on "
+    "it.",
+    blind="Episodes longer than those in the evidence; late effects of actions that were not played.",
 )
 def whole_episode(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Plays an episode to its end, of thousands of steps where a step is fast; restores snapshots of its early part, in
-    an environment far into another episode and in the one that continued, and follows each to the end.
+    """Plays one or two episodes to their end, of thousands of steps if steps are fast, or as far as time allows.
+    Snapshots of the first quarter are restored in the environment that played on and in one a few steps into another
+    episode, and followed to the end.
     """
     pool = [subject.control(index, budget.steps) for index in range(min(2, budget.traces))]
     if any(control.ended is None for control in pool):
@@ -82,12 +84,13 @@ def _early(control: Control, rng: np.random.Generator) -> set[int]:
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="Snapshots are kept in a table that forgets: in a large tree the early ones restore another state.",
-    blind="Tables larger than the number held at once, which is in the evidence.",
+    hazard="Snapshots refer to a table that drops old entries: in a large tree, early snapshots restore another state.",
+    blind="Faults that need more snapshots at once than were held (the number is in the evidence).",
 )
 def many_held(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Takes a snapshot after every call of many episodes and holds them all, thousands where they are fast and small;
-    then restores the oldest and some drawn ones, and compares what follows with what followed then.
+    """Takes a snapshot after every call of many episodes and holds them all, thousands if they are fast and small.
+    Then restores the oldest and some random ones and compares the next calls with the original ones. For the others, as
+    time allows, the output of the restore and of one step is compared.
     """
     most = HELD.get(budget.name, HELD["quick"])
     drawn = np.exp(rng.uniform(0, math.log(most), DRAWN // 2)).astype(int)  # the number reached may be far smaller

@@ -31,16 +31,15 @@ from sandboxgym.conformance.supervision import scratch
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="The backbone goes on while workers restore its snapshots: they get the files, tables or caches of where it "
-    "is now.",
-    blind="Sources on other machines.",
+    hazard="While a trajectory continues, workers that restore its snapshots get its current files, tables or caches.",
+    blind="Source environments on other machines.",
 )
 def live_source(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Restores snapshots in other environments while their source is alive, in the middle of its episode and
-    further on, and moves between the others' steps; two sources with their own episodes, workers that change from
-    one to the other, in a drawn order; in the end the source is reset and closed under them. Then with the source
-    in a thread, and with the restored one in another process, the source moving before each of its calls. Workers
-    and sources must all give what they give alone.
+    """Restores snapshots while the environment that took them (the source) is alive and ahead in its episode.
+    Both then step in turn, and the restored one plays on after the source is reset and closed. Two sources also serve
+    two workers, in random order. Then the source runs in a thread. If cross_process is declared, the restored
+    environment also runs in another process, while the source steps here before each of its calls. Workers and sources
+    must all give what they give alone.
     """
     pool = [each for each in (*coverage(subject, budget).controls, *controls(subject, budget)) if each.repeatable]
     if not pool:

@@ -22,15 +22,16 @@ FOLLOWED = 2
     level=1,
     needs=("exact",),
     after=("api.protocol",),
-    hazard="A restore raises, and the program that handles it continues in another state than the one it was in.",
-    blind="Refusals for other reasons: full disks, limits, signals. A restore that does not raise is not compared. An "
-    "environment that is changed before its seed is refused is no failure but a caveat: only a wrong call shows it.",
+    hazard="A restore raises, and a program that catches the error continues from a state other than the one it was "
+    "in.",
+    blind="Refusals for other reasons (full disks, limits, signals); restores that do not raise. If an environment "
+    "changes before it refuses a seed, this is only a caveat, because only calls with an invalid seed cause it.",
 )
 def refused(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Tries restores of other moments and episodes that should raise: with values that are no seeds, and of released
-    snapshots. After each that raised, the random streams and the next calls are those of an uninterrupted run; where
-    the seed was refused a difference is a caveat. In the end the snapshots whose restores were refused are restored
-    without a seed, and followed.
+    """Tries restores of other moments and episodes that should raise: with invalid seeds, or of a released snapshot.
+    After each that raised, the random streams and the next two calls must be as in an uninterrupted run; after a
+    refused seed, a difference is only a caveat. In the end the snapshots whose restores were refused are restored
+    without a seed and followed for two calls.
     """
     raised: dict[str, str] = {}
     changed: dict[str, str] = {}

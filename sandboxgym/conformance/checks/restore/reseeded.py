@@ -31,13 +31,14 @@ from sandboxgym.conformance.subject import AnyEnv, Op, Outcome, Subject
     level=1,
     needs=("rng",),
     after=("api.protocol",),
-    hazard="Draws after a restore are not those that were to come: common random numbers are not common.",
+    hazard="Draws after a restore are not those of the uninterrupted run: branches meant to share random numbers do "
+    "not.",
     blind="Streams that are neither np_random nor a space's; where they matter, restore.trace_equality sees them.",
 )
 def random_streams(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Compares the bit state of np_random and of the spaces, in every layer, and np_random_seed, at the snapshot and
-    after restoring it: in the same environment with draws in between, and in another one; and futures after a reset
-    without a seed.
+    """Compares np_random, its seed and the streams of spaces, in every layer, at a snapshot and after its restore.
+    It is restored in the same environment after further draws, and in a new one. If an episode begun by ``reset``
+    without a seed is restored, the same actions must have the same outcomes.
     """
     compared: set[str] = set()
     with Scene(subject) as scene:
@@ -81,14 +82,14 @@ def _draw(space: Any) -> None:
     "restore.seeded",
     level=1,
     after=("api.protocol",),
-    hazard="Siblings restored with seeds share their noise, or the seed changes more than the noise.",
-    blind="Whether the fresh streams have the right distribution: stochastic.transition_distribution.",
+    hazard="Siblings restored with different seeds share their random draws, or a seed changes more than the draws.",
+    blind="Whether the new streams have the right distribution (see stochastic.transition_distribution).",
 )
 def seeded(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """``restore(snap, seed=S)`` returns the captured observation; the same seed gives the same future, hundreds of
-    times, other seeds (0 is one) other streams; where all seeds give one future it is that of the control run, for then
-    nothing is random; the seed leaves no trace afterwards, not in the handle either. In the middle of an episode, too,
-    it changes nothing that no draw decides.
+    """Restores with seeds, each of which must give the captured observation and repeat its own future.
+    One seed is repeated hundreds of times. Different seeds (0 is one) must give different states of np_random; if all
+    give one future, nothing may be random, and it must be that of the uninterrupted run. Later restores without a seed
+    must be exact, and a seed in the middle of an episode must change nothing but random draws.
     """
     control = subject.control(0, budget.steps)
     again = 0

@@ -63,16 +63,16 @@ class Row:
     level=4,
     after=_AFTER,
     hazard="A directory of the sandbox that no snapshot covers (a control directory, a mount, a hidden one) carries "
-    "notes to a sibling, to the next task, past a restore: rewards are then earned with what another episode found.",
-    blind="Places where only existing files can be written, or that more than some hundred directories hide; what is "
-    "passed on by other means than files. Without Subject.shell, everything.",
+    "files to a sibling, to the next task or past a restore: rewards are then earned with what another episode found.",
+    blind="Places where only existing files can be written, or that the bounded search does not reach; what is passed "
+    "on by other means than files. Without Subject.shell, everything.",
 )
 def places(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Walks every place of the sandbox in which a file can be made, found from inside (mounts, hidden and well-known
-    directories, those of descriptors), and leaves a mark in each: before a snapshot, after it, in a fork, before a
-    reset and before another task. FAIL if a mark shows where it was not made (after a restore or reset, in a sibling,
-    another environment, the next task), or one from before the snapshot is gone from the file system of the working
-    directory.
+    """Leaves a mark (a small file or directory) in every place found in the sandbox where one can be made, up to 400.
+    Places are found from inside: mounts, hidden and well-known directories, those in variables and open descriptors.
+    Marks are made before a snapshot, after it, in a fork, before a reset and before another task. Fails if a mark shows
+    where it was not made (after a restore or reset, in a sibling, another environment, the next task, on this machine),
+    or if one from before the snapshot is gone from the file system of the working directory and not declared lost.
     """
     with yard_of(subject) as yard, place_probes.own_folders() as folders:
         env = yard.opened()
@@ -182,11 +182,13 @@ def _when(kinds: Sequence[str]) -> str:
     after=_AFTER,
     hazard="One sandbox's chmod or chown on /dev/null, which an innocent command in a build script may do, changes it "
     "for all others and for the machine.",
-    blind="Devices of which neither mode nor time can be changed. Without Subject.shell, everything.",
+    blind="Devices whose time cannot be changed; block devices and terminals; if the sandbox shares this machine's "
+    "files, all but /dev/full. Without Subject.shell, everything.",
 )
 def devices(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Changes the time of device nodes, and of files that are mounted one by one, where the sandbox lets it, and sets a
-    bit of their mode that has no effect; looks in a sibling, in another environment and on this machine; puts all back.
+    """Changes the modification time of device nodes, and of single files that are mounted, where the sandbox lets it.
+    Also sets their sticky bit, which has no effect. Fails if the new time shows in a sibling, in another environment
+    or on this machine; puts all back.
     """
     with yard_of(subject) as yard:
         env = yard.opened()
@@ -279,15 +281,15 @@ def _untouching() -> str:
     "hostile.deep_trees",
     level=4,
     after=_AFTER,
-    hazard="A loop of mkdir and cd makes snapshots, forks or resets of the sandbox end in RecursionError, or loses "
-    "what is below, in the middle of a night's rollouts.",
+    hazard="A loop of mkdir and cd makes snapshot, fork or reset end in RecursionError, or lose the files below, in "
+    "the middle of training.",
     blind="Depths beyond those tried. Without Subject.shell, everything.",
 )
 def deep_trees(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Nests 1,500 directories, and 40 with names of 200 letters, each with a file below all; then takes a snapshot,
-    forks, restores it in another environment and one from before, resets and closes. FAIL unless each works or is
-    refused with an error of a type of its own, nothing is lost in silence, and the directories go with a restore and a
-    reset.
+    """Nests 1,500 directories, and elsewhere 40 with names of 200 letters; at the bottom of both lies a file.
+    Then takes a snapshot, forks, restores it in another environment, restores an earlier one, resets and closes. Fails
+    unless each call works or is refused with an exception type of the sandbox's own, no file is lost in silence, and
+    the files are gone after the restore of the earlier snapshot and after the reset.
     """
     with yard_of(subject) as yard:
         env = yard.opened()
@@ -342,15 +344,15 @@ def deep_trees(subject: Subject, budget: Budget, rng: np.random.Generator) -> di
     "hostile.leftovers",
     level=4,
     after=_AFTER,
-    hazard="What hostile commands leave (deep or locked directories, odd names, stopped and deaf processes) is what "
-    "close() cannot clear: disks and process tables fill with every episode.",
+    hazard="close() cannot clear what hostile commands leave (deep or locked directories, odd names, processes that "
+    "are stopped or ignore signals): disks and process tables fill with every episode.",
     blind="Directories outside of TMPDIR and the run directories of this package; processes that this machine does not "
     "see. Without Subject.shell, everything.",
 )
 def leftovers(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Twice, an environment is made, commands leave deep, locked and oddly named directories in its places, and stopped
-    and deaf processes; a snapshot is taken, and all is closed and released. FAIL if a process or a directory of these
-    is there ten seconds later, or mounts are more than before.
+    """Runs commands that leave deep, locked or oddly named directories, and processes stopped or ignoring signals.
+    Then takes a snapshot, and closes and releases everything. All this is done twice. Fails if one of these processes
+    or directories is still there ten seconds later, or if the number of mounts grows both times.
     """
     # Run directories of a package that has made its own before are where it was told then.
     elsewhere = [Path(tempfile.gettempdir()), run_directories.runtime_dir(create=False)]

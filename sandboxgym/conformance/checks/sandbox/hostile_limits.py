@@ -31,16 +31,17 @@ _ROUNDS = 3
     "hostile.disk",
     level=4,
     after=("api.protocol",),
-    hazard="The disk limit counts what has a name: deleted open files, files that never had one, deep directories, "
-    "millions of small ones fill the machine's disk, and then an innocent sandbox is ended for it.",
-    blind="Limits that are not declared (Subject.limits), or are larger than is tried; what a file system keeps for "
-    "itself. Without Subject.shell, everything.",
+    hazard="The disk limit misses deleted open files, files that never had a name, deep directories or millions of "
+    "small files: they fill the machine's disk, and then an innocent sandbox is ended for it.",
+    blind="Limits that are not declared (Subject.limits), or outside the range that is tried; what a file system keeps "
+    "for itself. Without Subject.shell, everything.",
 )
 def disk(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Writes two and a half times the declared disk limit in each of some ways, in a new environment each, beside a
-    neighbour that keeps within its own limit. FAIL if one and a half times the limit is there after two seconds, if
-    the neighbour or its file is gone, or if a sandbox ends with an error that is none of its own. The same with empty
-    files where a number of files is declared.
+    """Writes two and a half times the declared disk limit in several ways, each in a new environment.
+    Meanwhile a neighbouring sandbox holds a file of 60 % of its own limit. Fails if more than one and a half times the
+    limit is still there up to two seconds later, if the neighbour or its file is gone, or if a sandbox raises one of
+    Python's exception types instead of its own. If a limit on the number of files is declared, does the same with twice
+    as many empty files.
     """
     with yard_of(subject) as yard:
         neighbour = yard.opened(seed=5)
@@ -121,15 +122,16 @@ def _tried(value: float | None, name: str, least: float, most: float, unit: str)
     "hostile.time_limit",
     level=4,
     after=("api.protocol",),
-    hazard="What a command started goes on after its time: it writes while the next command runs, and eats the "
-    "machine's processors for the rest of the night.",
-    blind="Limits that are not declared (Subject.limits), or are longer than is tried; a chain of forks that chance "
-    "meets. Without Subject.shell, everything.",
+    hazard="Processes outlive the time limit of the command that started them: they write during the next command, and "
+    "use the machine's processors for the rest of the night.",
+    blind="Limits that are not declared (Subject.limits), or are longer than is tried; chains of forks that the "
+    "sandbox caught only by chance. Without Subject.shell, everything.",
 )
 def time_limit(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Three times, a command starts processes that leave its group, session and parents, ignore signals, are stopped,
-    clear their environment, or fork again and again and end, and then waits for longer than it may. FAIL if it is
-    waited for, or any of them is alive when the next command looks; a sandbox that has ended has kept its word.
+    """Runs, three times, a command that starts processes and then waits for longer than its time limit.
+    The processes leave its group, session and parents, ignore signals, are stopped, clear their environment variables,
+    or fork in chains. Fails if the sandbox waits for the command to end, or if one of them is alive when the next
+    command looks; a sandbox that ended with an exception of its own passes.
     """
     with yard_of(subject) as yard:
         env = yard.opened()

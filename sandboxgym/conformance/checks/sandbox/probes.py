@@ -90,15 +90,16 @@ class Session:
     "probes.matrix",
     level=4,
     after=("api.protocol",),
-    hazard="Hidden state of the sandbox (modes, links, deleted files, /dev/shm, variables, processes) differs after a "
-    "restore or shows in a sibling, and the agent acts on what isn't there.",
+    hazard="Hidden state of the sandbox (file modes, links, deleted files, /dev/shm, variables, processes) differs "
+    "after a restore or shows in a sibling, and the agent acts on what is not there.",
     blind="What no probe looks at: mounted volumes, network peers, packages installed system-wide, the kernel's state. "
     "Without Subject.shell, everything.",
 )
 def matrix(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Changes each piece of hidden state by a shell command before a snapshot, and again after it; reads it in forks,
-    in the parent and a sibling after a fork changed it and was closed, after a restore, and in another environment.
-    FAIL if anything leaks or what is declared is lost; what is lost and not declared is listed in the evidence.
+    """Changes each piece of hidden state by a shell command before a snapshot, and again after it, and reads it back.
+    It is read in forks, in the parent and a sibling after a fork changed it and was closed, after a restore, and in
+    another environment. Fails if state leaks, is disturbed by the snapshot, or is lost although declared kept; other
+    losses are listed in the evidence.
     """
     if subject.shell is None:
         raise Skipped("no shell hook: give Subject.shell to probe a sandbox with shell commands")
@@ -124,16 +125,17 @@ def matrix(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[s
     "probes.losses",
     level=4,
     after=("api.protocol",),
-    hazard="What a snapshot cannot hold (a traced process, a connection that leads outside) is gone or shared in the "
-    "copies and nobody is told, or the attempt to capture it breaks the sandbox.",
-    blind="What the sandbox does not let the probes set up, which the evidence lists with the reason; GPU contexts; "
-    "what a snapshot loses beside what it declares. Without Subject.shell, everything.",
+    hazard="State that a snapshot cannot hold (a traced process, a connection to the outside) is silently lost or "
+    "shared in the copies, or the attempt to capture it breaks the sandbox.",
+    blind="What the sandbox does not let the probes set up (listed in the evidence with the reason); GPU contexts; "
+    "further losses of a snapshot that declares one. Without Subject.shell, everything.",
 )
 def losses(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
-    """Sets up, one after the other, what is hard to capture: io_uring, a traced child, nested namespaces, another
-    user's process, one that outlived its shell, and connections, sockets and pipes to a peer outside. FAIL unless a
-    snapshot is then refused with an error of a type of its own, or declares a loss (``info["lossy"]`` of the restore,
-    or Subject.lossy), or keeps the thing, if all of it is inside; and unless the sandbox continues as before.
+    """Sets up state that is hard to capture, one kind at a time, and takes a snapshot.
+    Kinds are io_uring, a traced child, nested namespaces, another user's process, one that outlived its shell, and a
+    TCP connection, unix socket and FIFO to a peer outside. Fails unless the snapshot is refused with an exception type
+    of the sandbox's own, or declares the loss (``info["lossy"]`` of the restore, Subject.lossy, or ``processes`` =
+    False in ``snapshot_spec``), or keeps the state, if all of it is inside; and unless the sandbox continues as before.
     """
     if subject.shell is None:
         raise Skipped("no shell hook: give Subject.shell to probe a sandbox with shell commands")
