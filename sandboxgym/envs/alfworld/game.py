@@ -23,7 +23,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
-from operator import or_
+from operator import itemgetter, or_
 from pathlib import PurePosixPath
 from typing import TypeAlias, TypeVar
 
@@ -41,7 +41,6 @@ from sandboxgym.envs.alfworld.grammar import (
 from sandboxgym.envs.alfworld.grounding import Grounding, GroundTask, Operator, ground
 from sandboxgym.envs.alfworld.grounding_cache import CachedGame, GroundingCache, StoredBucket, StoredOperators
 from sandboxgym.envs.alfworld.pddl import Domain, PddlError, read_domain, read_problem
-from sandboxgym.envs.alfworld.relations import picker
 
 NOTHING_HAPPENS = "Nothing happens."
 TASK_MARKER = "Your task is to: "
@@ -337,9 +336,9 @@ class Game:
     def _choices(self, state: GameState) -> _Choices:
         choices = self._choices_of.get(state.s)
         if choices is None:
-            operators: dict[str, int] = {}
-            for place, command in self._planner.applicable(state.s):
-                operators.setdefault(command or self.command(self._planner.operator(place)), place)
+            places, known = self._planner.applicable(state.s)
+            commands = [command or self.command(self._planner.operator(place)) for place, command in zip(places, known)]
+            operators = dict(zip(reversed(commands), reversed(places)))  # the first operator of a command counts
             choices = _Choices(tuple(sorted(operators)), operators)
             _remember(self._choices_of, state.s, choices)
         return choices
@@ -457,15 +456,12 @@ class _TextFacts:
         t = (t | added) & ~(added << self._width)
         return (t & ~deleted) | (deleted << self._width)
 
-    def find(self, t: int, predicate: str, positions: tuple[int, ...], key: Row) -> Iterator[Row]:
+    def find(self, t: int, predicate: str, positions: tuple[int, ...], key: Row) -> list[Row]:
         """Sorted arguments of the facts of ``predicate`` in ``t`` that have the things ``key`` at ``positions``."""
         index = self._indexes.get((predicate, positions))
         if index is None:
-            grouped, pick = defaultdict(list), picker(positions)
-            for entry in self._entries.get(predicate, ()):
-                grouped[pick(entry[0])].append(entry)
-            index = self._indexes[predicate, positions] = dict(grouped)
-        return (args for args, number in index.get(key, ()) if number == _ALWAYS or t >> number & 1)
+            index = self._indexes[predicate, positions] = _grouped(self._entries.get(predicate, []), positions)
+        return [args for args, number in index.get(key, ()) if number == _ALWAYS or t >> number & 1]
 
     def listed(self, t: int) -> Iterator[str]:
         """List all facts, including those that never change."""
@@ -473,6 +469,21 @@ class _TextFacts:
         for number in _numbers(t):
             negated, fact = divmod(number, self._width)
             yield f"{'not_' * negated}{self._facts[fact]}"
+
+
+def _grouped(entries: list[tuple[Row, int]], positions: tuple[int, ...]) -> dict[Row, list[tuple[Row, int]]]:
+    """Entries by the things that they have at ``positions``."""
+    if not positions:
+        return {(): entries}
+    grouped: dict[Row, list[tuple[Row, int]]] = defaultdict(list)
+    pick = itemgetter(*positions)
+    if len(positions) == 1:
+        for entry in entries:
+            grouped[(pick(entry[0]),)].append(entry)
+    else:
+        for entry in entries:
+            grouped[pick(entry[0])].append(entry)
+    return dict(grouped)
 
 
 def _check_grammar(grammar: Grammar, domain: Domain) -> None:

@@ -410,22 +410,24 @@ class GroundTask:
 
     def operators(self, state: int) -> Iterator[Operator]:
         """List the operators that apply in ``state``, always in the same order."""
-        return (self.operator(place) for place, _ in self.applicable(state))
+        return map(self.operator, self.applicable(state)[0])
 
-    def applicable(self, state: int) -> Iterator[tuple[int, str | None]]:
-        """List the places of the operators that apply in ``state``, each with its command if known.
+    def applicable(self, state: int) -> tuple[list[int], list[str | None]]:
+        """List the places of the operators that apply in ``state``, and the command of each where it is known.
 
         A place, the argument of `operator`, is a number rather than a pair, to spare the garbage collector work.
         """
+        places: list[int] = []
+        commands: list[str | None] = []
         buckets = state & self._pivot_bits
         bucket = 0
         while True:
             filed = self._bucket(bucket)
-            first, commands = bucket.bit_length() << _PLACES, filed.commands
-            for at in filed.applicable(state):
-                yield first + at, commands[at]
+            if found := filed.applicable(state):
+                places += map((bucket.bit_length() << _PLACES).__add__, found)
+                commands += map(filed.commands.__getitem__, found)
             if not buckets:
-                return
+                return places, commands
             bucket = buckets & -buckets
             buckets ^= bucket
 

@@ -22,7 +22,8 @@ import pkgutil
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from operator import xor
+from itertools import compress
+from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,29 +51,34 @@ class StoredBucket:
     """`Bucket` of encoded operators with their commands; an operator is decoded when it is first played.
 
     Args:
-        masks: sets of facts, encoded.
-        conditions: for each operator, the numbers of the masks of facts that must be true and false.
+        conditions: sets of facts, encoded, and for each operator the numbers of two of them: the facts that must be
+            true, and all facts that it looks at. Those of a contradiction are not among the latter: then nothing equals
+            the true ones.
+        effects: sets of facts, encoded, whose numbers are in ``rows``.
         rows: the rest of each operator, encoded.
         commands: command of each operator.
         names: objects of the game, by number.
     """
 
-    __slots__ = ("_looked_at", "_made", "_masks", "_names", "_pos", "_rows", "commands")
+    __slots__ = ("_effects", "_looked_at", "_made", "_names", "_pos", "_rows", "commands")
 
     def __init__(
         self,
-        masks: Sequence[bytes],
-        conditions: Sequence[Sequence[int]],
+        conditions: tuple[Sequence[bytes], Sequence[int], Sequence[int]],
+        effects: Sequence[bytes],
         rows: Sequence[bytes],
         commands: Sequence[str],
         names: Mapping[int, str],
     ) -> None:
-        self._masks = dict(enumerate(map(int.from_bytes, masks)))  # no list: there negative numbers mean something
-        self._pos, neg = ([*map(self._masks.__getitem__, column)] for column in conditions)
-        if not len(self._pos) == len(neg) == len(rows):
+        masks, pos, looked_at = conditions
+        if not len(pos) == len(looked_at) == len(rows):
             raise ValueError("expected conditions for each operator")
-        # Facts that must be true or false, but not those of a contradiction: then nothing equals the true ones.
-        self._looked_at = [*map(xor, self._pos, neg)]
+        if rows and min(*pos, *looked_at) < 0:  # which would mean something in a list
+            raise ValueError("expected numbers of sets of facts")
+        decoded = [*map(int.from_bytes, masks)]
+        self._pos = [*map(decoded.__getitem__, pos)]
+        self._looked_at = [*map(decoded.__getitem__, looked_at)]
+        self._effects = effects
         self._rows = rows
         self.commands = commands
         self._names = names
@@ -83,7 +89,8 @@ class StoredBucket:
 
     def applicable(self, state: int) -> list[int]:
         """See `Bucket.applicable`."""
-        return [at for at, (pos, facts) in enumerate(zip(self._pos, self._looked_at)) if state & facts == pos]
+        hold = map(eq, map(state.__and__, self._looked_at), self._pos)
+        return [*compress(range(len(self._pos)), hold)]
 
     def operator(self, at: int) -> Operator | None:
         """See `Bucket.operator`."""
@@ -91,18 +98,21 @@ class StoredBucket:
             return self._made[at]
         try:
             action, numbers, changes, conditional = msgpack.unpackb(self._rows[at])
-            add, delete, listed_add, listed_delete = [self._masks[each] for each in changes]
+            add, delete, listed_add, listed_delete = map(self._effect, changes)
             args = tuple([self._names[number] for number in numbers])
-            effects = tuple([Conditional(*[self._masks[each] for each in effect]) for effect in conditional])
+            effects = tuple([Conditional(*map(self._effect, effect)) for effect in conditional])
             if not isinstance(action, str):
                 raise ValueError("expected the name of an action")
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, LookupError, TypeError) as error:
             logger.warning("ignored a damaged operator of the game cache: %s", error)
             return None
         pos = self._pos[at]
         neg = self._looked_at[at] ^ pos
         made = self._made[at] = Operator(action, args, pos, neg, add, delete, effects, listed_add, listed_delete)
         return made
+
+    def _effect(self, number: Any) -> int:
+        return int.from_bytes(self._effects[_natural(number)])
 
 
 class StoredOperators:
@@ -134,13 +144,13 @@ class StoredOperators:
         if packed is None:
             return None
         try:
-            masks, conditions, rows, commands = msgpack.unpackb(packed)
-            if max(map(len, masks), default=0) > self._bytes or len(rows) != len(commands):
+            conditions, effects, rows, commands = msgpack.unpackb(packed)
+            if max(map(len, (*conditions[0], *effects)), default=0) > self._bytes or len(rows) != len(commands):
                 raise ValueError("expected masks of the facts, and a command for each operator")
             if not isinstance("".join(commands), str):
                 raise ValueError("expected commands")
-            return StoredBucket(masks, conditions, rows, commands, self._names)
-        except (ValueError, KeyError, TypeError) as error:
+            return StoredBucket(conditions, effects, rows, commands, self._names)
+        except (ValueError, LookupError, TypeError) as error:
             logger.warning("ignored damaged operators of the game cache: %s", error)
             return None
 
@@ -289,22 +299,27 @@ def _decode(content: bytes, domain: Domain) -> CachedGame:
 
 def _pack_operators(found: Sequence[tuple[Operator, str]], number: Mapping[str, int]) -> bytes:
     """Encode operators and commands for a `StoredBucket`."""
-    masks: dict[int, int] = {}
+    seen: dict[int, int] = {}
+    changed: dict[int, int] = {}
 
-    def mask(*all_bits: int) -> list[int]:
-        return [masks.setdefault(bits, len(masks)) for bits in all_bits]
+    def numbers(of: dict[int, int], *all_bits: int) -> list[int]:
+        return [of.setdefault(bits, len(of)) for bits in all_bits]
 
-    conditions: tuple[list[int], list[int]] = [], []
+    columns: tuple[list[int], list[int]] = [], []
     rows = []
     for operator, _ in found:
-        for column, at in zip(conditions, mask(operator.pos, operator.neg), strict=True):
+        for column, at in zip(columns, numbers(seen, operator.pos, operator.pos ^ operator.neg), strict=True):
             column.append(at)
-        changes = mask(operator.add, operator.delete, operator.listed_add, operator.listed_delete)
+        changes = numbers(changed, operator.add, operator.delete, operator.listed_add, operator.listed_delete)
         args = [number[arg] for arg in operator.args]
-        effects = [mask(*effect) for effect in operator.conditional]
+        effects = [numbers(changed, *effect) for effect in operator.conditional]
         rows.append(msgpack.packb([operator.action, args, changes, effects]))
-    encoded = [bits.to_bytes((bits.bit_length() + 7) // 8) for bits in masks]
-    return bytes(msgpack.packb([encoded, conditions, rows, [command for _, command in found]]))
+    conditions = [_big_endian(seen), *columns]
+    return bytes(msgpack.packb([conditions, _big_endian(changed), rows, [command for _, command in found]]))
+
+
+def _big_endian(masks: Iterable[int]) -> list[bytes]:
+    return [bits.to_bytes((bits.bit_length() + 7) // 8) for bits in masks]
 
 
 def _natural(number: Any) -> int:

@@ -162,16 +162,43 @@ def test_operators_from_the_cache_are_those_that_are_instantiated(number: int, c
 @pytest.mark.parametrize(
     "change",
     [
-        lambda masks, conditions, rows, commands: b"none",
-        lambda masks, conditions, rows, commands: [masks, conditions, rows],
-        lambda masks, conditions, rows, commands: [[b"\xff" * 300, *masks], conditions, rows, commands],
-        lambda masks, conditions, rows, commands: [masks, [[-1] * len(rows)] * 2, rows, commands],
-        lambda masks, conditions, rows, commands: [masks, conditions, rows[:-1], commands],
-        lambda masks, conditions, rows, commands: [masks, conditions, rows, [7] * len(rows)],
-        lambda masks, conditions, rows, commands: [masks, conditions, [b"\xc1"] * len(rows), commands],
-        lambda masks, conditions, rows, commands: [masks, conditions, [b"\x94\x01\x90\x90\x90"] * len(rows), commands],
+        lambda conditions, effects, rows, commands: b"none",
+        lambda conditions, effects, rows, commands: [conditions, effects, rows],
+        lambda conditions, effects, rows, commands: [
+            [[b"\xff" * 300, *conditions[0]], *conditions[1:]],
+            effects,
+            rows,
+            commands,
+        ],
+        lambda conditions, effects, rows, commands: [conditions, [b"\xff" * 300, *effects], rows, commands],
+        lambda conditions, effects, rows, commands: [
+            [conditions[0], *[[-1] * len(rows)] * 2],
+            effects,
+            rows,
+            commands,
+        ],
+        lambda conditions, effects, rows, commands: [
+            [conditions[0], *[[999] * len(rows)] * 2],
+            effects,
+            rows,
+            commands,
+        ],
+        lambda conditions, effects, rows, commands: [conditions[:2], effects, rows, commands],
+        lambda conditions, effects, rows, commands: [conditions, effects, rows[:-1], commands],
+        lambda conditions, effects, rows, commands: [conditions, effects, rows, [7] * len(rows)],
+        lambda conditions, effects, rows, commands: [conditions, effects, [b"\xc1"] * len(rows), commands],
+        lambda conditions, effects, rows, commands: [
+            conditions,
+            effects,
+            [b"\x94\x01\x90\x90\x90"] * len(rows),
+            commands,
+        ],
+        lambda conditions, effects, rows, commands: [conditions, [], rows, commands],
     ],
-    ids=["bytes", "fields", "wide mask", "negative", "rows", "commands", "row", "action"],
+    ids=[
+        *("bytes", "fields", "wide condition", "wide effect", "negative", "too large", "columns", "rows", "commands"),
+        *("row", "action", "no effects"),
+    ],
 )
 def test_stored_operators_that_do_not_fit_are_instantiated(
     change: Callable[..., object], cache: GroundingCache, caplog: pytest.LogCaptureFixture
