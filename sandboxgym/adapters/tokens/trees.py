@@ -49,7 +49,7 @@ class Sample:
     logps: list[float] | None = None
     """Log-probability of each token, None if the engine does not report them."""
     extra: Any = None
-    """Whatever else the trainer wants to know of the request, such as the version of the weights."""
+    """Anything else that the trainer wants to know of the request, such as the version of the weights."""
 
 
 class Engine(Protocol):

@@ -200,7 +200,7 @@ def test_a_disk_that_is_full_stops_the_run_which_more_room_resumes(
 
 
 def test_a_checkpoint_without_room_leaves_the_one_before(folder: Path, tmp_path: Path, disk: Path) -> None:
-    """Whatever is being written when the disk is full: weights, the tokenizer or the trainer's state."""
+    """A disk is full while any of these is written: weights, the tokenizer or the trainer's state."""
     model, tokenizer = load_policy(folder)
     state = {"optimizer": torch.zeros(100_000)}
     subprocess.run(["mount", "-o", "remount,size=4m", disk], check=True)
