@@ -82,6 +82,8 @@ ActT = TypeVar("ActT")
 
 Through = Callable[[Any, dict[str, Any]], tuple[Any, dict[str, Any]]]
 """Maps the (observation, info) of an environment to that of the wrappers around it."""
+Seeded = tuple[np.random.Generator, int]
+"""A random stream that nobody used, and its seed."""
 
 
 @runtime_checkable
@@ -284,15 +286,14 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         """
         if not isinstance(snap, Snapshot):
             raise TypeError(f"expected a Snapshot, found {type(snap).__qualname__}")
-        if seed is not None:
-            seeding.np_random(seed)  # refuses what is not a seed
+        seeded = None if seed is None else seeding.np_random(seed)  # refuses what is not a seed
         self._check_fits(snap)
         body = snap._open(type(self)._decode)
         undo = self._body() if self._was_reset else None
         streams = self._streams() if undo is None else undo.rng
         before = (self._was_reset, self._last)
         try:
-            self._put(body, seed, own=snap._body is None)
+            self._put(body, seeded, own=snap._body is None)
             transition = self.last
             observation, info = through(transition.observation, transition.info)
         except BaseException as error:
@@ -467,19 +468,21 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         randomness.restore_spaces(states, self.action_space, self.observation_space, own=own)
         self._known = randomness.known(self._np_random, spaces, streams)
 
-    def _put(self, body: Body, seed: int | None, *, own: bool = False) -> None:
+    def _put(self, body: Body, seeded: Seeded | None, *, own: bool = False) -> None:
         """Apply a captured body; ``own``: it was decoded for this call and is not shared.
 
-        The streams were captured just before (or are put back after it, where a restore failed).
+        ``seeded``: a new stream for this environment, with its seed. None restores those that were captured; the
+        current ones were captured just before (or are put back after it, where a restore failed).
         """
         self._apply(body.state if own or self.immutable_state else copy.deepcopy(body.state))
         self._last = body.transition  # private and never mutated, like the one in the snapshot
         self._was_reset = True
-        if seed is None:
+        if seeded is None:
             if self.apply_draws or self._known is None or not self._known.are_at(body.rng):
                 self._put_streams(body.rng)
         else:
-            self._np_random, self._np_random_seed = seeding.np_random(seed)
+            self._np_random, seed = seeded
+            self._np_random_seed = seed
             randomness.reseed_spaces(seed, self.action_space, self.observation_space)
             self._reseed(seed)
 

@@ -351,9 +351,9 @@ def _remove_run(path: Path) -> None:
 
 
 def _check_unmounted(path: Path) -> None:
-    whole = path.resolve()
+    whole = os.path.realpath(path)
     for point in mount_points():
-        if point == whole or whole in point.parents:
+        if is_within(point, whole):
             raise OSError(f"{point} is still mounted")
 
 
@@ -390,14 +390,22 @@ def _namespace() -> str:
         return ""
 
 
-def mount_points() -> list[Path]:
-    """Mount points that this process sees."""
+_ESCAPED = re.compile(rb"\\([0-7]{3})")
+
+
+def mount_points() -> list[str]:
+    """Mount points that this process sees: absolute paths, as text, for they are compared at every removal."""
     try:
-        lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        with open("/proc/self/mountinfo", "rb") as file:
+            points = [line.split(b" ", 5)[4] for line in file]
     except OSError:
         return []
-    unescape = re.compile(r"\\([0-7]{3})")
-    return [Path(unescape.sub(lambda octal: chr(int(octal[1], 8)), line.split()[4])) for line in lines]
+    return [os.fsdecode(_ESCAPED.sub(lambda octal: bytes([int(octal[1], 8)]), point)) for point in points]
+
+
+def is_within(path: str, directory: str) -> bool:
+    """True if an absolute path without links is a directory or something in it."""
+    return path == directory or path.startswith(directory.rstrip("/") + "/")
 
 
 @atexit.register

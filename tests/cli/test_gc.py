@@ -139,7 +139,7 @@ def test_a_reaper_sees_the_directory_first_and_its_failure_keeps_it(monkeypatch)
 def test_nothing_is_deleted_through_a_mount(monkeypatch):
     path = claim("test")
     (path / "mounted").mkdir()
-    monkeypatch.setattr(run_directories, "mount_points", lambda: [Path("/"), path / "mounted"])
+    monkeypatch.setattr(run_directories, "mount_points", lambda: ["/", str(path / "mounted")])
     with pytest.raises(OSError, match="still mounted"):
         run_directories.remove_tree(path)
     assert (path / "mounted").exists()

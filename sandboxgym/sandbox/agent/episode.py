@@ -544,8 +544,8 @@ class AgentEnv(TaskEnv[str, str], Generic[TaskT, StartT, BoxT, VerdictT]):
         if self._settings.snapshot != "filesystem":
             self._space.reseed(seed)
 
-    def _put(self, body: Any, seed: int | None, *, own: bool = False) -> None:
-        super()._put(body, seed, own=own)
+    def _put(self, body: Any, seeded: Any, *, own: bool = False) -> None:
+        super()._put(body, seeded, own=own)
         self._shown = self.last.observation
 
     @classmethod

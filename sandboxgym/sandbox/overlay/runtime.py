@@ -481,13 +481,14 @@ def _digest(rootfs: RootFS) -> str:
     return hashlib.sha256(repr([(str(path), inside) for path, inside in rootfs.binds]).encode()).hexdigest()[:16]
 
 
-def _how(path: Path, mount_points: Sequence[Path]) -> str:
+def _how(path: Path, mount_points: Sequence[str]) -> str:
     if not path.is_dir():
         return mounts.BIND
     if next(path.iterdir(), None) is None:
         return mounts.EMPTY
-    whole = path.resolve()
-    return mounts.BIND if any(whole in point.parents for point in mount_points) else mounts.OVERLAY
+    whole = str(path.resolve())
+    below = (point != whole and run_directories.is_within(point, whole) for point in mount_points)
+    return mounts.BIND if any(below) else mounts.OVERLAY
 
 
 _runtime: Runtime | None = None
