@@ -12,7 +12,7 @@ import failed
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PROGRAMS = ("apt-get", "gcc", "g++", "cmake", "chromium", "dockerd", "docker", "docker-registry", "ip")
+PROGRAMS = ("apt-get", "gcc", "g++", "cmake", "chromium", "dockerd", "docker", "docker-registry", "ip", "sbatch")
 """Programs that the script looks for, none of which this test needs."""
 
 

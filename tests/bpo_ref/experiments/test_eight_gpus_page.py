@@ -24,8 +24,8 @@ def servers(address: re.Match[str]) -> str:
 
 
 def test_the_trainer_takes_its_command_lines() -> None:
-    lines = re.findall(r"^accelerate launch --config_file (\S+) -m bpo_ref.train (.*)$", PAGE, re.MULTILINE)
-    lines = [(file, words.replace("$out", "runs/x").replace('"$how" &', "--overwrite")) for file, words in lines]
+    lines = re.findall(r"\baccelerate launch --config_file (\S+) .*?-m bpo_ref.train ([^'\n]*)", PAGE)
+    lines = [(file, words.replace("$out", "runs/x").replace('"$how"', "--overwrite")) for file, words in lines]
     lines = [(file, re.sub(r"(\S+){8000..8007}", servers, words)) for file, words in lines]
     assert len(lines) == 6
     for file, words in lines:
@@ -47,6 +47,7 @@ def test_the_other_files_and_options_are_there() -> None:
 SCRIPT = re.compile(r'^```bash title="train.sbatch"\n(.*?)^```', re.DOTALL | re.MULTILINE)
 LAUNCHER = """#!/bin/bash
 echo "${@: -1}" >> starts
+echo $$ > launcher
 case "$(cat fate)" in
     fails) exit 1;;
     ends) mkdir -p runs/alfworld-7b-bpo; touch runs/alfworld-7b-bpo/results.json; exit 0;;
@@ -60,10 +61,19 @@ while true; do sleep 0.05; done
 
 @pytest.fixture
 def job(tmp_path: Path) -> Path:
-    """A folder with the script of the page, and stand-ins for the launcher and for Slurm's scontrol."""
+    """A folder with the script of the page, and stand-ins for the launcher and for Slurm's commands.
+
+    `tests/bpo_ref/distributed/test_slurm.py` has real ones.
+    """
     (tmp_path / "bin").mkdir()
     (tmp_path / "train.sbatch").write_text(SCRIPT.search(PAGE)[1])  # type: ignore[index]
-    for name, text in (("accelerate", LAUNCHER), ("scontrol", '#!/bin/bash\necho "$@" >> requeued\n')):
+    stand_ins = {
+        "accelerate": LAUNCHER,
+        "scontrol": '#!/bin/bash\nif [ "$1" = show ]; then echo here; else echo "$@" >> requeued; fi\n',
+        "srun": '#!/bin/bash\nexec "${@:2}"\n',
+        "scancel": '#!/bin/bash\n[ "$1" = --signal=TERM ] && kill -TERM "$(cat launcher)"\n',
+    }
+    for name, text in stand_ins.items():
         (tmp_path / "bin" / name).write_text(text)
         (tmp_path / "bin" / name).chmod(0o755)
     return tmp_path
@@ -72,12 +82,13 @@ def job(tmp_path: Path) -> Path:
 def submitted(folder: Path, fate: str) -> int:
     """Run the job, and send it Slurm's signal if it waits for one; its exit status."""
     (folder / "fate").write_text(fate)
-    env = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    env = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
+    env |= {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "here"}
     process = subprocess.Popen(["bash", "train.sbatch"], cwd=folder, env=env)
     while fate == "waits" and not (folder / "waiting").exists():
         time.sleep(0.01)
     if fate == "waits":
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGUSR1)
     return process.wait(timeout=120)
 
 
