@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -144,6 +145,42 @@ def test_nothing_is_deleted_through_a_mount(monkeypatch):
         run_directories.remove_tree(path)
     assert (path / "mounted").exists()
     monkeypatch.undo()
+
+
+MOUNTED = """
+import os, subprocess, sys
+from pathlib import Path
+from sandboxgym.system import run_directories
+
+for name in (b"plain", b"of two words", b"of two\\nlines", b"back\\\\slash", b"\\xff", "\u1e9e".encode()):
+    beside = Path(os.fsdecode(os.path.join(os.fsencode(sys.argv[1]), name)))
+    path = beside.with_name(beside.name + "x")
+    inside = path / "inside"
+    inside.mkdir(parents=True)
+    beside.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "none", inside], check=True)
+    (inside / "kept").touch()
+    run_directories.remove_tree(beside)
+    for where in (path, inside):
+        try:
+            run_directories.remove_tree(where)
+        except OSError as error:
+            assert str(error) == f"{inside} is still mounted", error
+        else:
+            raise AssertionError(f"{where} was removed")
+    assert (inside / "kept").exists() and not beside.exists()
+    subprocess.run(["umount", inside], check=True)
+    run_directories.remove_tree(path)
+    assert not path.exists()
+"""
+
+
+def test_mounts_are_found_whatever_their_names_are(tmp_path):
+    alone = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
+    if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
+        pytest.skip("no mount namespaces here")
+    done = subprocess.run([*alone, sys.executable, "-c", MOUNTED, tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_removal_that_is_interrupted_anywhere_is_finished_by_the_next(monkeypatch):
