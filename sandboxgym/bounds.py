@@ -25,6 +25,9 @@ MAX_DEPTH = 512
 """Levels of lists, maps and extension types together; msgpack encodes 511 lists, and decodes twice as many."""
 MAX_INT = 2**16
 """Largest integer, in bytes."""
+ALWAYS = MAX_DEPTH
+"""Bytes up to which what the encoder made is within all bounds: there are no more levels than bytes, a byte makes less
+than 300 bytes of containers, and is copied once per level of extension types."""
 
 _FLOOR, _PER_BYTE = 4 * 2**20, 28
 """Bytes of memory for containers: whatever the encoding's size, and for each byte of it.

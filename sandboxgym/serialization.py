@@ -23,7 +23,7 @@ import json
 import os
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -58,6 +58,7 @@ TimeLimit\x81\xb2_max_episode_steps2\x92\x81\xae_elapsed_steps\x00\x90\x93\xd9(g
 _KINDS = "biufcSUmM"  # NumPy kinds that are plain memory; never "O" (objects) or "V" (structured)
 _MAX_DTYPE = 32  # characters of its name; NumPy's parser of long ones is slow
 _MAX_DIMENSIONS = 64
+_ATOMS = frozenset({type(None), bool, int, float, str, bytes, tuple})  # tuples have been looked into before
 _LOSSY = (bytearray, memoryview, msgpack.Timestamp, msgpack.ExtType)  # msgpack takes these and returns something else
 
 
@@ -120,10 +121,11 @@ def pack(value: Any) -> bytes:
         SnapshotNotSupported: naming the type that is not plain data, or the bound that `unpack` would refuse it by.
     """
     packed = _pack(value, 0)
-    try:
-        bounds.check(packed)
-    except SnapshotCorrupt as error:
-        raise SnapshotNotSupported(f"cannot encode this state: {error}") from None
+    if len(packed) > bounds.ALWAYS:
+        try:
+            bounds.check(packed)
+        except SnapshotCorrupt as error:
+            raise SnapshotNotSupported(f"cannot encode this state: {error}") from None
     return packed
 
 
@@ -157,16 +159,18 @@ def _pack(value: Any, depth: int) -> bytes:
 
 def _refuse_lossy(value: Any) -> None:
     """Refuse values that msgpack would encode as another type; circular values were refused before."""
-    pending = [value]
+    pending: list[Collection[Any]] = [(value,)]
     while pending:
-        item = pending.pop()
-        if type(item) is list:
-            pending.extend(item)
-        elif type(item) is dict:
-            pending.extend(item.keys())
-            pending.extend(item.values())
-        elif isinstance(item, _LOSSY):
-            raise _not_plain(item)
+        for item in pending.pop():
+            kind = type(item)
+            if kind in _ATOMS:
+                continue
+            if kind is list:
+                pending.append(item)
+            elif kind is dict:
+                pending += item.keys(), item.values()
+            elif isinstance(item, _LOSSY):
+                raise _not_plain(item)
 
 
 def _not_plain(value: Any) -> SnapshotNotSupported:

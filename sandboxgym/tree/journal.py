@@ -250,6 +250,8 @@ class Journaling(Driver):
 
     def known(self, asked: Reset | LivePath | Acting) -> EnvResult | None:
         """Result of a job from the journal; None if it is not there."""
+        if not self.journal.found:  # a new journal: names take longer than some environments' steps
+            return None
         if isinstance(asked, Reset):
             if (found := self.journal.get(self.reset_of(asked))) is None:
                 return None

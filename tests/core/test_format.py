@@ -142,6 +142,28 @@ def test_nesting_is_kept_up_to_a_limit_and_refused_beyond():
     assert serialization.unpack(serialization.pack(lists)) == lists
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_what_is_encoded_can_be_decoded_however_deep_and_small_it_is(seed):
+    """Encodings up to a length are written without a look at the bounds, which all that is read has to keep."""
+    rng = np.random.default_rng(seed)
+    wraps = [lambda inner: [inner], lambda inner: {"": inner}, lambda inner: (inner,), lambda inner: [[], {}, inner]]
+    few = [0.6, 0.3, 0.02, 0.08] if seed % 2 else [0.97, 0.01, 0.01, 0.01]
+    value, refused, least = None, 0, 0
+    for levels in range(1, 600):
+        value = wraps[rng.choice(4, p=few)](value)
+        if levels % 7:
+            continue
+        try:
+            packed = serialization.pack(value)
+        except SnapshotNotSupported:
+            refused += 1
+            continue
+        assert not refused, "a deeper one is refused as well"
+        assert serialization.unpack(packed) == value
+        least = levels
+    assert refused and least > 100
+
+
 def hostile_arrays():
     for content in (
         ["O", [1], b"\0" * 8],
