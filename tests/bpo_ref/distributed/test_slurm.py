@@ -94,7 +94,7 @@ class Cluster:
         until(what, met, 240)
 
     def output(self) -> str:
-        """What jobs have printed so far."""
+        """Return the output of the jobs so far."""
         return "".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("alfworld-*.log")))
 
 
