@@ -20,6 +20,7 @@ from pathlib import Path
 
 import pytest
 from components import missing
+from ports import free_port
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = re.compile(r'^```bash title="train.sbatch"\n(.*?)^```', re.DOTALL | re.MULTILINE)
@@ -56,15 +57,6 @@ def until(what: str, holds: Callable[[], object], seconds: float) -> None:
     while not holds():
         assert time.monotonic() < end, f"not within {seconds:.0f} s: {what}"
         time.sleep(0.2)
-
-
-def free_ports(number: int) -> list[int]:
-    """Ports that nobody listens at."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Cluster:
@@ -106,7 +98,7 @@ def cluster() -> Iterator[Cluster]:
     if lacking := [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]:
         missing("slurm", f"there is no {lacking[0]}: apt-get install slurm-wlm")
     tmp_path = Path(tempfile.mkdtemp(prefix="slurm-"))  # a short path, for it is that of a socket
-    ports = free_ports(3)
+    ports = free_port(), free_port(), free_port()
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs={os.cpu_count()}"
         for name, port in zip(("one", "two"), ports[1:], strict=True)
@@ -156,7 +148,7 @@ def script(cluster: Cluster) -> None:
         ("8 * SLURM_NNODES", "1 * SLURM_NNODES"),
         ("accelerate launch", f"{sys.executable} -m accelerate.commands.accelerate_cli launch"),
         ("bpo_ref/configs/accelerate/fsdp2.yaml", f"{ROOT}/bpo_ref/configs/accelerate/ddp.yaml"),
-        ('"$first" --main_process_port 29500', f"127.0.0.1 --main_process_port {free_ports(1)[0]}"),
+        ('"$first" --main_process_port 29500', f"127.0.0.1 --main_process_port {free_port()}"),
         ("--config alfworld-qwen2.5-7b --algo bpo ", f"--config alfworld-tiny {SIZES} --algo bpo "),
     ):
         assert text.count(before) == 1, before
