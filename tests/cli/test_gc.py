@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from components import missing
 
 from sandboxgym import data
 from sandboxgym.registration import data_set
@@ -178,7 +179,7 @@ for name in (b"plain", b"of two words", b"of two\\nlines", b"back\\\\slash", b"\
 def test_mounts_are_found_whatever_their_names_are(tmp_path):
     alone = ["unshare", "--mount", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"])]
     if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
-        pytest.skip("no mount namespaces here")
+        missing("namespaces", "no mount namespace can be made here")
     done = subprocess.run([*alone, sys.executable, "-c", MOUNTED, tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
