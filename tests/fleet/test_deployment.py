@@ -181,7 +181,7 @@ def patient(contexts):
             time.sleep(0.05)
     return policy(contexts)
 example.policy = patient
-with RayEnvs("sandboxgym/ALFWorld-v0", 4, timeout=10, create_timeout=30, max_episode_steps=20) as envs:
+with RayEnvs("sandboxgym/ALFWorld-v0", 4, timeout=10, create_timeout=300, max_episode_steps=20) as envs:
     while len({envs._worker(place).node for place in envs._targets()}) < 2:
         envs._running()
         time.sleep(0.1)
@@ -230,7 +230,7 @@ def test_a_host_that_loses_its_network_is_replaced_and_the_trees_are_the_same(ho
             await_true(lambda: Path(home, "under_way").exists() or playing.poll() is not None)
             subprocess.run([*second, "ip", "link", "set", "eth0", "down"], check=True)
             Path(home, "cut").touch()
-            said, _ = playing.communicate(timeout=300)
+            said, _ = playing.communicate(timeout=900)
         assert (playing.returncode, said) == (0, "2 1 True\n"), said
     await_true(lambda: not in_home(home))
 
@@ -270,7 +270,7 @@ def hosts(number: int) -> Iterator[list[list[str]]]:
         yield [host for _, host in found]
 
 
-def await_true(condition: Any, seconds: float = 120.0) -> None:
+def await_true(condition: Any, seconds: float = 400.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline
