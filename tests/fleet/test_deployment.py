@@ -194,6 +194,7 @@ with example.Envs(lambda: example.gym.make("sandboxgym/ALFWorld-v0", max_episode
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # beside four busy loops it takes nine minutes
 @pytest.mark.xdist_group("ray")
 def test_a_host_that_loses_its_network_is_replaced_and_the_trees_are_the_same(home: str) -> None:
     try:
