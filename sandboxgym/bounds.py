@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,9 @@ _COPIES = 8
 _COPIED_FLOOR = 2**20
 
 FEW = 64
-"""Keys whose collisions cost nothing."""
+"""Keys whose collisions cost nothing, if comparing two of them does not."""
+_COMPARED = 64
+"""Comparisons of numbers and texts allowed for each one within the keys."""
 _PROBES = 64
 """Average probes of occupied slots per key; ordinary keys take one or two, multiples of a large power of 2 thirty."""
 _LINEAR = 9  # places that a set tries next to each other
@@ -175,22 +178,51 @@ def _extension(data: bytes, at: int) -> tuple[int, int]:
 def check_keys(keys: Sequence[Any], *, of_set: bool = False) -> None:
     """Refuse keys that would make building a dict or a set take time quadratic in their number.
 
-    Their places in the table are followed as CPython looks for them, at each size that the table grows through.
+    Their places in the table are followed as CPython looks for them, at each size that the table grows through. Keys
+    of one hash are compared, too, with what is in them: in frozen sets of frozen sets whose hashes are equal, each
+    level multiplies the comparisons.
 
     Raises:
         SnapshotCorrupt: they were made to collide.
     """
-    if len(keys) <= FEW or (sys.flags.hash_randomization and all(type(key) in (str, bytes) for key in keys)):
+    if sys.flags.hash_randomization and _TEXT.issuperset(map(type, keys)):
         return
-    hashes = [hash(key) & _HASH for key in keys]
-    size = 2 * FEW
-    while True:
-        some = hashes[: size * 2 // 3]
+    compared = not _COMPOUND.isdisjoint(map(type, keys))
+    if len(keys) <= FEW and not compared:
+        return
+    hashes = list(map(hash, keys))
+    if compared and len(set(hashes)) < len(keys) and not _are_compared_quickly(keys, hashes):
+        raise SnapshotCorrupt(f"{len(keys)} keys of a map or a set collide, and take long to compare")
+    size = FEW
+    while len(keys) > size * 2 // 3:
+        size *= 2
+        some = [value & _HASH for value in hashes[: size * 2 // 3]]
         if not _is_quick(some, size, _LINEAR if of_set else 0):
             raise SnapshotCorrupt(f"{len(keys)} keys of a map or a set collide")
-        if len(some) == len(hashes):
-            break
-        size *= 2
+
+
+_TEXT = frozenset({str, bytes})
+_COMPOUND = frozenset({tuple, frozenset})
+
+
+def _are_compared_quickly(keys: Sequence[Any], hashes: Sequence[int]) -> bool:
+    """True if comparing each key with all others of its hash takes few enough comparisons of what is in them."""
+    alike = Counter(hashes)
+    values = comparisons = 0
+    for key, value in zip(keys, hashes, strict=True):
+        inside, most = _comparisons(key)
+        values += inside
+        comparisons += most * (alike[value] - 1)
+    return comparisons <= 2 * _COMPARED * values
+
+
+def _comparisons(key: Any) -> tuple[int, int]:
+    """Number of simple values in a key, and of comparisons of such that tell it from a key with its hash, at most."""
+    if type(key) not in _COMPOUND:
+        return 1, 1
+    each = [_comparisons(value) for value in key]
+    alike = max(Counter(map(hash, key)).values(), default=1) if type(key) is frozenset else 1
+    return 1 + sum(inside for inside, _ in each), 1 + alike * sum(most for _, most in each)
 
 
 def _is_quick(hashes: Sequence[int], size: int, linear: int) -> bool:

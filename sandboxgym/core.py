@@ -45,7 +45,6 @@ from typing import (
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.utils import seeding
 
 from sandboxgym import randomness, serialization
 from sandboxgym.brief import brief
@@ -286,7 +285,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
         """
         if not isinstance(snap, Snapshot):
             raise TypeError(f"expected a Snapshot, found {type(snap).__qualname__}")
-        seeded = None if seed is None else seeding.np_random(seed)  # refuses what is not a seed
+        seeded = None if seed is None else randomness.seeded(seed)
         self._check_fits(snap)
         body = snap._open(type(self)._decode)
         undo = self._body() if self._was_reset else None

@@ -46,6 +46,17 @@ def sibling_seed(seed: int, index: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=(index,)).generate_state(1, np.uint64)[0])
 
 
+def seeded(seed: int) -> tuple[np.random.Generator, int]:
+    """A new stream, and its seed, as Gymnasium makes them.
+
+    Raises:
+        gymnasium.error.Error: not a seed, or one so long that the stream could not be captured.
+    """
+    if isinstance(seed, int) and seed.bit_length() > 32 * _WORDS:
+        raise gym.error.Error(f"expected a seed of at most {32 * _WORDS} bits, found one of {seed.bit_length()}")
+    return seeding.np_random(seed)
+
+
 class _Known:
     """A stream with the state that was captured of it, or put into it, last.
 

@@ -58,7 +58,8 @@ TimeLimit\x81\xb2_max_episode_steps2\x92\x81\xae_elapsed_steps\x00\x90\x93\xd9(g
 _KINDS = "biufcSUmM"  # NumPy kinds that are plain memory; never "O" (objects) or "V" (structured)
 _MAX_DTYPE = 32  # characters of its name; NumPy's parser of long ones is slow
 _MAX_DIMENSIONS = 64
-_ATOMS = frozenset({type(None), bool, int, float, str, bytes, tuple})  # tuples have been looked into before
+_SIMPLE = frozenset({type(None), bool, int, float, str, bytes})
+_ATOMS = _SIMPLE | {tuple}  # tuples have been looked into before
 _LOSSY = (bytearray, memoryview, msgpack.Timestamp, msgpack.ExtType)  # msgpack takes these and returns something else
 
 
@@ -151,14 +152,18 @@ def _pack(value: Any, depth: int) -> bytes:
         raise SnapshotNotSupported(f"cannot encode tuples or sets nested more than {MAX_NESTING} deep")
     try:
         packed: bytes = msgpack.packb(value, default=functools.partial(_extend, depth), strict_types=True)
-    except (OverflowError, ValueError) as error:
+        _refuse_lossy(value)
+    except (OverflowError, ValueError, BufferError, SnapshotCorrupt) as error:
         raise SnapshotNotSupported(f"cannot encode this state: {error}") from error
-    _refuse_lossy(value)
     return packed
 
 
 def _refuse_lossy(value: Any) -> None:
-    """Refuse values that msgpack would encode as another type; circular values were refused before."""
+    """Refuse values that msgpack would encode as another type; circular values were refused before.
+
+    Raises:
+        SnapshotCorrupt: the keys of a map collide, so that `unpack` would refuse them.
+    """
     pending: list[Collection[Any]] = [(value,)]
     while pending:
         for item in pending.pop():
@@ -168,7 +173,10 @@ def _refuse_lossy(value: Any) -> None:
             if kind is list:
                 pending.append(item)
             elif kind is dict:
-                pending += item.keys(), item.values()
+                pending.append(item.values())
+                if len(item) > bounds.FEW or not _SIMPLE.issuperset(map(type, item)):
+                    bounds.check_keys(list(item))
+                    pending.append(item.keys())
             elif isinstance(item, _LOSSY):
                 raise _not_plain(item)
 
@@ -187,14 +195,48 @@ def _extend(depth: int, value: Any) -> Any:
         return msgpack.ExtType(TUPLE, _pack(list(value), depth + 1))
     if kind in (set, frozenset):
         members = sorted(value, key=functools.partial(_pack, depth=depth + 1))
+        bounds.check_keys(members, of_set=True)
         return msgpack.ExtType(SET if kind is set else FROZENSET, _pack(members, depth + 1))
     if kind is np.ndarray or isinstance(value, np.generic):
         array = np.asarray(value)
-        if array.dtype.kind not in _KINDS or len(array.dtype.str) > _MAX_DTYPE:
+        if array.dtype.kind not in _KINDS or len(array.dtype.str) > _MAX_DTYPE or not array.itemsize:
             raise SnapshotNotSupported(f"cannot encode a NumPy value of dtype {array.dtype}")
-        content = [array.dtype.str, list(array.shape), array.tobytes()]
+        if kind is not np.ndarray and (kind is not array.dtype.type or _loses_zeros(array, value)):
+            raise _not_plain(value)
+        content = [array.dtype.str, list(array.shape), _memory(array)]
         return msgpack.ExtType(ARRAY if kind is np.ndarray else SCALAR, _pack(content, depth + 1))
     raise _not_plain(value)
+
+
+def _loses_zeros(array: Any, scalar: Any) -> bool:
+    """True of a text or bytes that NumPy shortens: it takes zeros at their end for padding."""
+    return array.dtype.kind in "SU" and len(array[()]) != len(scalar)
+
+
+def _memory(array: Any) -> bytes:
+    """Memory of an array, the same of equal ones: what nobody wrote is no truth value and has no padding.
+
+    Raises:
+        SnapshotCorrupt, UnicodeDecodeError: it holds what `unpack` would refuse.
+    """
+    kind = array.dtype
+    if kind.kind == "b":
+        array = array.view(np.uint8) != 0
+    memory: bytes = array.tobytes()
+    if kind.kind == "U":
+        _check_text(memory, kind)
+    if kind.char in "gG" and np.finfo(np.longdouble).nmant == 63:  # ten bytes of each number are used
+        numbers = np.frombuffer(bytearray(memory), np.uint8).reshape(-1, np.dtype("g").itemsize)
+        (numbers[:, 10:] if kind.isnative else numbers[:, :-10])[:] = 0
+        memory = numbers.tobytes()
+    return memory
+
+
+def _check_text(memory: bytes, kind: Any) -> None:
+    """Refuse memory that is no text: NumPy takes any number for a code point, and fails when it is looked at."""
+    # Not by the encoding's name, for Python would import a module for it.
+    decode = codecs.utf_32_be_decode if kind.str[0] == ">" else codecs.utf_32_le_decode
+    decode(memory, "surrogatepass", True)
 
 
 def _unpacked(data: bytes) -> Any:
@@ -203,8 +245,9 @@ def _unpacked(data: bytes) -> Any:
 
 
 def _mapping(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
-    if len(pairs) > bounds.FEW:
-        bounds.check_keys([key for key, _ in pairs])
+    keys = [key for key, _ in pairs]
+    if len(pairs) > bounds.FEW or not _SIMPLE.issuperset(map(type, keys)):
+        bounds.check_keys(keys)
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         raise SnapshotCorrupt("a map has a key twice")
@@ -232,10 +275,8 @@ def _extension(code: int, data: bytes) -> Any:
     kind = _dtype(name)
     if shape and (len(shape) > _MAX_DIMENSIONS or not all(type(side) is int and side >= 0 for side in shape)):
         raise SnapshotCorrupt(f"expected the shape of an array, found {brief(shape, 40)}")
-    if kind.kind == "U":  # NumPy takes any number for a code point, and fails when it is looked at
-        # Not by the encoding's name, for Python would import a module for it.
-        decode = codecs.utf_32_be_decode if kind.str[0] == ">" else codecs.utf_32_le_decode
-        decode(buffer, "surrogatepass", True)
+    if kind.kind == "U":
+        _check_text(buffer, kind)
     elif kind.kind == "b" and buffer.translate(None, b"\0\1"):
         raise SnapshotCorrupt("expected an array of truth values, found other numbers")
     array: Any = np.frombuffer(buffer, dtype=kind)

@@ -62,8 +62,8 @@ def opened(out: Path, head: dict[str, Any], seed: Sequence[int], *, part: int, r
         found = error.found if isinstance(error.found, dict) else {}
         if any(found.get(name) != head[name] for name in ("settings", "seed")):
             raise CheckpointError(
-                f"{folder}: the update under way was begun with other settings than the checkpoint's: continue with "
-                "those, or remove the folder to begin the update anew"
+                f"{folder}: the update under way was begun with other settings than the checkpoint's, or a file there "
+                "is no journal: continue with those settings, or remove the folder to begin the update anew"
             ) from error
     with suppress(JournalMismatch):  # it may be that of a process which this run no longer has
         return Journal(path, head=head, recall=recall)

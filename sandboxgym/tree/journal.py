@@ -95,7 +95,7 @@ class Journal:
             policy that computes with batches may round otherwise from there on.
 
     Raises:
-        JournalMismatch: a file has another head.
+        JournalMismatch: a file has another head, or is no journal.
     """
 
     def __init__(
@@ -124,19 +124,25 @@ class Journal:
         """Number of records that were there."""
         self.flush()
 
-    def get(self, name: bytes) -> Any:
-        """The record of a name; None if there is none."""
-        data = self._known.get(name)
+    def get(self, *about: Any) -> Any:
+        """The record that was noted about these values; None if there is none."""
+        try:
+            data = self._known.get(_name(about))
+        except SnapshotNotSupported:  # so nothing was noted either
+            return None
         return unpack(data) if data else None
 
-    def note(self, name: bytes, value: Callable[[], Any]) -> None:
-        """Append a record, with the next `flush`, unless there is one of this name.
+    def note(self, *about: Any, value: Callable[[], Any]) -> None:
+        """Append a record about some values, with the next `flush`, unless there is one.
 
         What is no plain data ends the journal, which is logged: the rollout goes on without.
         """
-        if self._file is None or name in self._known:
+        if self._file is None:
             return
         try:
+            name = _name(about)
+            if name in self._known:
+                return
             data = pack(value())
         except SnapshotNotSupported as error:
             self.stop(str(error))
@@ -179,14 +185,16 @@ class Journal:
         while (start := end + _FRAME.size) <= len(content):
             length, checksum = _FRAME.unpack_from(content, end)
             record = content[start : start + length]
-            if len(record) != length or zlib.crc32(record) != checksum:
-                break
+            if len(record) != length or zlib.crc32(record) != checksum or length < (_NAME if end else 1):
+                break  # zeros, which some file systems leave behind, are whole records of no bytes
             if not end and record != head:
                 wanted, found = _head_of(head), _head_of(record)
                 raise JournalMismatch(f"{path}: expected the journal of {wanted}, found one of {found}", found)
             if end:
                 self._known[record[:_NAME]] = record[_NAME:]
             end = start + length
+        if not end and content.strip(b"\0") and not _framed(head).startswith(content):  # not even a torn head
+            raise JournalMismatch(f"{path}: expected the journal of {_head_of(head)}, found no journal", None)
         return end
 
 
@@ -209,8 +217,8 @@ def _head_of(record: bytes) -> Any:
     return None
 
 
-def _name(kind: str, *about: Any) -> bytes:
-    return hashlib.blake2b(pack([kind, *about]), digest_size=_NAME).digest()
+def _name(about: Sequence[Any]) -> bytes:
+    return hashlib.blake2b(pack(list(about)), digest_size=_NAME).digest()
 
 
 class _Gone:
@@ -253,37 +261,37 @@ class Journaling(Driver):
         if not self.journal.found:  # a new journal: names take longer than some environments' steps
             return None
         if isinstance(asked, Reset):
-            if (found := self.journal.get(self.reset_of(asked))) is None:
+            if (found := self.journal.get(*self.reset_of(asked))) is None:
                 return None
             observation, info, reference = found
             return EnvResult(begun=(observation, info), snap=_Gone(reference))
         if isinstance(asked, LivePath):
-            if (found := self.journal.get(self.start_of(asked))) is None:
+            if (found := self.journal.get(*self.start_of(asked))) is None:
                 return None
             asked.behind = True
             return EnvResult(begun=(found[0], found[1]))
-        if (found := self.journal.get(self.step_of(asked.run, asked.action))) is None:
+        if (found := self.journal.get(*self.step_of(asked.run, asked.action))) is None:
             return None
         asked.run.behind = True
         *stepped, reference = found
         captures = asked.point is not None and asked.point.snap is None
         return EnvResult(stepped=tuple(stepped), snap=_Gone(reference) if captures else None)  # type: ignore[arg-type]
 
-    def reset_of(self, reset: Reset) -> bytes:
-        """Name of the record of a reset."""
-        return _name("reset", reset.index, reset.task, reset.seed)
+    def reset_of(self, reset: Reset) -> Sequence[Any]:
+        """What the record of a reset is about."""
+        return "reset", reset.index, reset.task, reset.seed
 
-    def start_of(self, run: LivePath) -> bytes:
-        """Name of the record of a path's start."""
-        return _name("start", run.tree.index, run.path.key, self.actions(run))
+    def start_of(self, run: LivePath) -> Sequence[Any]:
+        """What the record of a path's start is about."""
+        return "start", run.tree.index, run.path.key, self.actions(run)
 
-    def step_of(self, run: LivePath, action: Action) -> bytes:
-        """Name of the record of an action."""
-        return _name("step", run.tree.index, run.path.key, self.actions(run), action.text)
+    def step_of(self, run: LivePath, action: Action) -> Sequence[Any]:
+        """What the record of an action is about."""
+        return "step", run.tree.index, run.path.key, self.actions(run), action.text
 
-    def turn_of(self, run: LivePath) -> bytes:
-        """Name of the record of a decision."""
-        return _name("turn", run.tree.index, run.path.key, self.actions(run))
+    def turn_of(self, run: LivePath) -> Sequence[Any]:
+        """What the record of a decision is about."""
+        return "turn", run.tree.index, run.path.key, self.actions(run)
 
     def actions(self, run: LivePath) -> list[Any]:
         """Actions from the root to a path's node."""
@@ -308,16 +316,16 @@ class Journaling(Driver):
     def planted(self, reset: Reset, begun: Begun, captured: float, roots: int) -> RolloutTree:
         """The tree of a task that was reset to; noted."""
         snap = reset.snap
-        self.journal.note(self.reset_of(reset), lambda: [*begun, self.reference(snap)])
+        self.journal.note(*self.reset_of(reset), value=lambda: [*begun, self.reference(snap)])
         return super().planted(reset, begun, captured, roots)
 
     def append_step(self, run: LivePath, action: Action, result: Stepped) -> bool:
         """Append the result of a step to its path, and note it."""
         snap = run.anchors[-1].snap if run.anchors[-1].node is run.node else None
-        self.journal.note(self.step_of(run, action), lambda: [*result, self.reference(snap)])
+        self.journal.note(*self.step_of(run, action), value=lambda: [*result, self.reference(snap)])
         if (policy := self.recalling) is not None:
             stream = run.context.rng.bit_generator
-            self.journal.note(self.turn_of(run), lambda: [policy.record(action), stream.state])
+            self.journal.note(*self.turn_of(run), value=lambda: [policy.record(action), stream.state])
         return super().append_step(run, action, result)
 
     def reference(self, snap: Any) -> list[str] | None:
@@ -356,7 +364,7 @@ class Journaled(Journaling, Lockstep):
         for each, result in zip(asked, results, strict=True):
             if isinstance(each, LivePath) and isinstance(result, EnvResult) and result.begun is not None:
                 begun = result.begun
-                self.journal.note(self.start_of(each), partial(list, begun))
+                self.journal.note(*self.start_of(each), value=partial(list, begun))
         self.journal.flush()
         return [result for result in results if result is not None]
 
@@ -366,7 +374,7 @@ class Journaled(Journaling, Lockstep):
         if policy is None or not self.journal.recalls:
             return super().decide(runs)
         actions: dict[int, Action | None] = {}
-        records = [(run, self.journal.get(self.turn_of(run))) for run in runs]
+        records = [(run, self.journal.get(*self.turn_of(run))) for run in runs]
         if old := [(run, record) for run, record in records if record is not None]:
             for run, (_, stream) in old:
                 run.context.rng.bit_generator.state = stream
@@ -410,14 +418,14 @@ class JournaledAsynchronous(Journaling, Asynchronous):
             job = partial(self.replay_to, asked.run, asked.run.anchors[-1], asked.step)
         found = await super().ask(asked, job, restoring=restoring)
         if isinstance(asked, LivePath) and not isinstance(found, Exception):
-            self.journal.note(self.start_of(asked), partial(list, found))
+            self.journal.note(*self.start_of(asked), value=partial(list, found))
         self.journal.flush()
         return found
 
     def asked_policy(self, run: LivePath) -> Awaitable[Action | None]:
         """The policy's decision for a path, or that which the journal has."""
         policy = self.recalling
-        found = self.journal.get(self.turn_of(run)) if policy is not None and self.journal.recalls else None
+        found = self.journal.get(*self.turn_of(run)) if policy is not None and self.journal.recalls else None
         if policy is None or found is None:
             return super().asked_policy(run)
         record, run.context.rng.bit_generator.state = found

@@ -73,6 +73,18 @@ def alike(number: int) -> list[tuple[int, ...]]:
 
 
 LARGE = b"\xdd" + struct.pack(">I", 8991) + b"".join(map(large, range(9, 9000)))
+
+
+def sets_of_sets(number: int, *numbers: int, last: int = 0) -> bytes:
+    """A frozen set of frozen sets, and so on: those of one level have one hash, and differ in the last member only."""
+
+    def member(place: int) -> bytes:
+        return sets_of_sets(*numbers, last=place) if numbers else large(place + 2)
+
+    members = [member(place) for place in (*range(number - 1), number + last)]
+    return extension(6, b"\xdc" + struct.pack(">H", number) + b"".join(members))
+
+
 FORMAT_BOMBS: dict[str, bytes] = {
     "empty maps": many(SIZE, b"\x80"),
     "empty lists": many(SIZE, b"\x90"),
@@ -111,6 +123,11 @@ FORMAT_BOMBS: dict[str, bytes] = {
         5, b"\xdd" + struct.pack(">I", 6000) + b"".join(serialization.pack(key) for key in alike(6000))
     ),
     "frozen sets as keys": mapping([(serialization.pack(frozenset({key, 1})), b"\xc0") for key in alike(3000)]),
+    "frozen sets of frozen sets": sets_of_sets(16, 64, 64),
+    "frozen sets of frozen sets, of few each": sets_of_sets(4, 4, 4, 4, 4, 4, 4),
+    "tuples of frozen sets of frozen sets as keys": mapping(
+        [(extension(2, b"\x92\x01" + sets_of_sets(48, 48, last=place)), b"\xc0") for place in range(48)]
+    ),
     "NumPy floats as keys": mapping(
         [(array("<f8", [], struct.pack("<d", 2.0 ** (61 * power)), 4), b"\xc0") for power in range(-16, 16)] * 40
     ),
@@ -198,8 +215,17 @@ def test_what_an_honest_file_may_hold_is_read_at_any_size(name: str) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [[[] for _ in range(400_000)], 2 ** (8 * 2**16), [[{} for _ in range(400_000)]]],
-    ids=["empty lists", "a large integer", "empty maps"],
+    [
+        [[] for _ in range(400_000)],
+        2 ** (8 * 2**16),
+        [[{} for _ in range(400_000)]],
+        dict.fromkeys(itertools.product((-1, -2), repeat=8)),  # the hashes of these two are one
+        {number * PRIME for number in range(20_000)},
+        {"state": dict.fromkeys(number * PRIME for number in range(200))},
+        np.array([0x110000], "u4").view("U1"),
+        np.ndarray((2,), "U0"),
+    ],
+    ids=["lists", "an integer", "maps", "keys", "members", "more keys", "code points", "no code points"],
 )
 def test_what_could_not_be_read_is_not_written(value: Any) -> None:
     with pytest.raises(SnapshotNotSupported, match="cannot encode"):
@@ -219,8 +245,9 @@ def test_what_could_not_be_read_is_not_written(value: Any) -> None:
         [2**number for number in range(60)],
         [f"key {number}" for number in range(50_000)],
         [frozenset({number, "a"}) for number in range(50_000)],
+        [frozenset({(x, y), (-1, -2), (-2, -1)}) for x in range(-99, 99) for y in range(-99, 99)],
     ],
-    ids=["numbers", "shifted", "floats", "negative", "places", "mixed", "hashes", "powers", "texts", "sets"],
+    ids=["numbers", "shifted", "floats", "negative", "places", "mixed", "hashes", "powers", "texts", "sets", "areas"],
 )
 @pytest.mark.parametrize("of_set", [False, True])
 def test_keys_of_honest_maps_do_not_collide(keys: list[Any], of_set: bool) -> None:

@@ -204,7 +204,7 @@ class TestErrors:
             with pytest.raises(SnapshotReleased):
                 use()
 
-    @pytest.mark.parametrize("seed", [-1, "seed", 1.5])
+    @pytest.mark.parametrize("seed", [-1, "seed", 1.5, 2**4096])
     def test_what_is_not_a_seed(self, seed):
         self.refused(saved(), gym.error.Error, seed=seed)
 

@@ -82,6 +82,27 @@ def test_arrays_of_every_layout_come_back_writable(array):
     assert back.flags.writeable
 
 
+def test_truth_values_that_nobody_wrote_come_back_as_numpy_takes_them():
+    unwritten = np.array([0, 1, 2, 255], "u1").view("?")
+    back = serialization.unpack(serialization.pack([unwritten, unwritten[2], unwritten[::-2]]))
+    assert [value.tolist() for value in back] == [[False, True, True, True], True, [True, True]]
+    assert serialization.pack(unwritten) == serialization.pack(np.array([False, True, True, True]))
+
+
+@pytest.mark.parametrize("kind", ["g", "G", np.dtype("g").newbyteorder(), np.dtype("G").newbyteorder()], ids=str)
+def test_equal_long_numbers_have_one_encoding(kind):
+    """Of their bytes some are padding, which holds what was in that memory before."""
+    if np.finfo(np.longdouble).nmant != 63:
+        pytest.skip("long numbers have no padding on this machine")
+    one = np.array([1, -2, 3], kind)
+    dirty = one.copy()
+    numbers = dirty.view("u1").reshape(-1, np.dtype("g").itemsize)
+    (numbers[:, 10:] if one.dtype.isnative else numbers[:, :-10])[:] = 0xAB
+    for value, other in ((one, dirty), (one[1], dirty[1])):
+        assert serialization.pack(value) == serialization.pack(other)
+        assert np.array_equal(serialization.unpack(serialization.pack(other)), value)
+
+
 def test_sets_encode_equally_whatever_their_order():
     one, other = {0, 8}, {8, 0}
     assert list(one) != list(other)  # 0 and 8 collide in a small table
@@ -90,6 +111,10 @@ def test_sets_encode_equally_whatever_their_order():
 
 class Colour(enum.IntEnum):
     RED = 1
+
+
+class Level(np.int64):
+    pass
 
 
 Point = collections.namedtuple("Point", "x y")
@@ -117,6 +142,11 @@ CIRCULAR.append((CIRCULAR,))
         1j,
         "\udc80",
         CIRCULAR,
+        memoryview(b"abcd")[::2],
+        Level(1),
+        np.str_("a\0"),  # NumPy takes zeros at the end for padding
+        np.bytes_(b"a\0"),
+        np.str_("\0"),
     ],
     ids=lambda value: type(value).__name__,
 )

@@ -180,7 +180,7 @@ def test_a_torn_record_is_ignored_and_removed(tmp_path: Path) -> None:
         begun(tmp_path, envs, Mortal(4), SCHEDULES[0])
         content = (tmp_path / "update-0").read_bytes()
         whole = sampled(grown(envs, Wanderer(), SCHEDULES[0]))
-        for torn in (content[:-1], content[:-9] + bytes(9), content + content[:5], content[:3], b""):
+        for torn in (content[:-1], content[:-9] + bytes(9), content + content[:5], content[:3], b"", bytes(4096)):
             (tmp_path / "update-0").write_bytes(torn)
             kept = journal(tmp_path)
             assert (tmp_path / "update-0").stat().st_size <= len(content)
@@ -211,6 +211,25 @@ def test_the_journal_of_another_rollout_is_refused(tmp_path: Path) -> None:
         journal(tmp_path)
 
 
+def test_a_file_that_is_no_journal_is_refused_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "update-0").write_text("notes of somebody")
+    with pytest.raises(JournalMismatch, match=r"expected the journal of \{'seed': 3\}, found no journal"):
+        journal(tmp_path)
+    assert (tmp_path / "update-0").read_text() == "notes of somebody"
+
+
+def test_zeros_behind_the_records_are_removed(tmp_path: Path) -> None:
+    """Some file systems leave them after a loss of power, and as a record of no bytes they would be whole."""
+    with local() as envs:
+        begun(tmp_path, envs, Mortal(4), SCHEDULES[0])
+    content = (tmp_path / "update-0").read_bytes()
+    found = journal(tmp_path).found
+    (tmp_path / "update-0").write_bytes(content + bytes(4096))
+    kept = journal(tmp_path)
+    kept.close()
+    assert (kept.found, (tmp_path / "update-0").read_bytes()) == (found, content)
+
+
 def test_parts_of_other_processes_are_taken_over(tmp_path: Path) -> None:
     with local() as envs:
         begun(tmp_path, envs, Mortal(6), SCHEDULES[0])
@@ -230,6 +249,45 @@ def test_what_is_no_plain_data_ends_the_journal_and_not_the_rollout(
     with Envs(lambda: Odd(gym.make("toys/Dice-v0"))) as envs:
         assert len(grown(envs, Wanderer(), Schedule(2), journal=kept)) == 3
     assert "not in the journal from here on" in caplog.text and "not plain data" in caplog.text
+
+
+class Task:
+    """A task that is no plain data."""
+
+
+@pytest.mark.parametrize("drive", ["lockstep", "asynchronous"])
+@pytest.mark.parametrize("task", [Task(), "a lone surrogate \ud83d"], ids=["object", "surrogate"])
+def test_a_task_or_an_action_that_is_no_plain_data_ends_the_journal_and_not_the_rollout(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, task: Any, drive: str
+) -> None:
+    class Deaf(gym.Wrapper):
+        def reset(self, *, seed: Any = None, options: Any = None) -> Any:
+            return super().reset(seed=seed)
+
+    def policy(contexts: Sequence[Context]) -> list[Action | None]:
+        return [Action(task, tokens=1) if context.depth < 2 else None for context in contexts]
+
+    class Told(gym.Wrapper):
+        def step(self, action: Any) -> Any:
+            return super().step(0)
+
+    for make, act, tasks in ((Deaf, Wanderer(), [task] * 3), (Told, policy, [None] * 3)):
+        caplog.clear()
+        (tmp_path / "update-0").unlink(missing_ok=True)
+        for _ in range(2):  # the second goes on with the journal of the first
+            kept = journal(tmp_path)
+            with Envs(lambda make=make: make(gym.make("toys/Dice-v0"))) as envs:
+                if drive == "lockstep":
+                    trees = rollout(envs, act, Schedule(2), tasks=tasks, seed=(3,), journal=kept)
+                else:
+
+                    async def alone(context: Context, act: Any = act) -> Action | None:
+                        return act([context])[0]
+
+                    trees = asyncio.run(rollout_async(envs, alone, Schedule(2), tasks=tasks, seed=(3,), journal=kept))
+            assert len(trees) == 3
+            assert caplog.text.count("not in the journal from here on") == 1
+            caplog.clear()
 
 
 def test_the_file_is_not_closed_while_another_thread_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

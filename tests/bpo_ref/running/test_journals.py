@@ -92,7 +92,7 @@ def test_a_journal_with_other_settings_is_refused_and_one_of_other_weights_begin
     # the rest of a run of more processes, which has the first weights, does not end the journal of the second ones
     journals.opened(tmp_path, head, (0, 2, 5), part=7, recall=False).close()
     again = journals.opened(tmp_path, {**head, "weights": "other"}, (0, 2, 5), part=0, recall=False)
-    again.note(b"0" * 16, lambda: 1)
+    again.note("a result", value=lambda: 1)
     again.flush()
     again.close()
     assert journals.opened(tmp_path, {**head, "weights": "other"}, (0, 2, 5), part=0, recall=False).found == 1
