@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -148,6 +148,7 @@ class TrainingSession:
         self.out.mkdir(parents=True, exist_ok=True)
         run_processes.check_shared(self.out, self.accelerator, self.gather)
         self._take_out()
+        args = self.args
         self.counters = {"returns": 0, "env_steps": 0, "tokens": 0, "seconds": 0.0}
         self.scores: dict[str, Score] = {}
         self.stage: Stage = "sft" if args.sft_steps and not args.init_from else "rl"
@@ -250,7 +251,11 @@ class TrainingSession:
         if stop or last or self.step % every == 0:
             self.save(self.out / "checkpoint")
         if stop:
-            raise Interrupted(max(self.gather([self._interrupted])))
+            number = max(self.gather([self._interrupted]))
+            if self.accelerator.is_main_process:
+                folder.note_stopped(self.out, signal.Signals(number).name, self.saved_at)
+            self.accelerator.wait_for_everyone()  # one that ends may end the others: that is how launchers are set up
+            raise Interrupted(number)
 
     def save(self, folder: Path, *, policy: CausalLM | None = None) -> None:
         """Save a checkpoint with the weights of ``policy``, or the current ones."""
@@ -590,22 +595,27 @@ class TrainingSession:
         return StageProgress(description, total, done=done, shown=self.accelerator.is_main_process, lines=lines)
 
     def _take_out(self) -> None:
-        """Take the folder for this run: lock it, and clear it if asked for."""
+        """Take the folder for this run: lock it, and clear it if asked for; decide whether a run continues."""
 
         def take() -> str | None:
             try:
                 self._lock = folder.lock(self.out)
             except ConfigError as error:
                 return str(error)
-            if self.args.overwrite:
+            # What is there may have changed since: another process may have started in the meantime.
+            if reason := folder.refusal(self.args):
+                return reason
+            resumed.append(self.args.resume or (self.args.resume_if_saved and folder.resumable(self.out)))
+            if self.args.overwrite or (self.args.resume_if_saved and not resumed[0]):
                 folder.clear(self.out)
-            elif not self.args.resume:
-                if folder.holds_run(self.out):  # of a process that started in the meantime
-                    return folder.refusal(self.args)
+            elif not resumed[0]:
                 shutil.rmtree(self.out / journals.FOLDER, ignore_errors=True)  # of a run that was killed at once
+            (self.out / folder.STOPPED).unlink(missing_ok=True)
             return None
 
+        resumed: list[bool] = []
         run_processes.all_refuse(self.accelerator, take)
+        self.args = replace(self.args, resume=any(self.gather(resumed)))
 
     def say(self, text: str) -> None:
         """Print a text once, in the first process only."""

@@ -1,7 +1,8 @@
 """Folder of a run: its name, its lock, its settings, and a note of the weights that it has written for servers.
 
 A folder that holds a run is never overwritten silently: a new run there is refused unless it continues the old one
-(``--resume``) or clears the folder first (``--overwrite``). Only one process may train in a folder at a time.
+(``--resume``, ``--resume-if-saved``) or clears the folder first (``--overwrite``). Only one process may train in a
+folder at a time.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 SETTINGS = "settings.yaml"
 LOCK = ".lock"
 PUBLISHED = "published.json"
+STOPPED = "stopped.json"
+"""File that says that a signal ended the run, and that it was saved; it goes when the run continues."""
 _OF_RUNS = re.compile(r"(start-)?[0-9a-f]{12}-?")
 """Beginnings of the names of folders that runs write for servers."""
 CHECKPOINTS = ("checkpoint", "checkpoint.old", "sft", "sft.old")
@@ -37,7 +40,7 @@ LOGS = ("metrics.jsonl", "scores.jsonl", "results.json")
 OTHERS = (
     SETTINGS, "checkpoint.new", "sft.new", "adapter", "demonstrations.jsonl", "results.md",
     "learning_curve.png", "samples.txt", "trees", "trees.json", "trees.html", "tensorboard", "trackers", "served",
-    "servers", "inflight", PUBLISHED,
+    "servers", "inflight", PUBLISHED, STOPPED,
 )  # fmt: skip
 OWN = (*CHECKPOINTS, *LOGS, *OTHERS)
 """Everything that a run writes into its folder and `clear` removes."""
@@ -72,7 +75,7 @@ def refusal(args: Args) -> str | None:
     """Reason why a run may not start in its folder, with the remedy; None: it may."""
     out = Path(args.out)
     if args.overwrite:
-        if args.resume:
+        if args.resume or args.resume_if_saved:
             return "overwrite: does not go with resume, which continues the run that overwrite would clear"
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and holds_run(out):
             return f"overwrite: the launcher starts this run again, and what it has saved in {out} would be cleared"
@@ -82,6 +85,10 @@ def refusal(args: Args) -> str | None:
         return None
     if args.resume or not holds_run(out):
         return None
+    if args.resume_if_saved:
+        if resumable(out) or not any(_holds_something(out / name) for name in ("results.json", "sft", "sft.old")):
+            return None
+        return f"out: {out} holds what a run has learned or measured, but no checkpoint; choose another --out"
     continued = "continue it with --resume, " if resumable(out) else ""
     return f"out: {out} holds a run: {continued}replace it with --overwrite, or choose another folder with --out"
 
@@ -95,6 +102,11 @@ def clear(out: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
+
+
+def note_stopped(out: Path, signal_name: str, position: str) -> None:
+    """Write `STOPPED`: a run that was asked to stop has saved."""
+    write_atomic(out / STOPPED, json.dumps({"signal": signal_name, "saved_at": position}).encode())
 
 
 def lock(out: Path) -> IO[str] | None:
@@ -186,10 +198,14 @@ def write_settings(out: Path, given: Args, filled: Args, *, processes: int) -> N
     write_atomic(out / SETTINGS, ("\n".join(lines) + "\n").encode())
 
 
+STARTING = ("resume", "resume_if_saved", "overwrite")
+"""Settings that are decided at each start."""
+
+
 def _plain(args: Args) -> Mapping[str, Any]:
     """The settings as YAML values, with lists for tuples, and without those that are decided at each start."""
     values = {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(args).items()}
-    return {n: value for n, value in values.items() if value is not None and n not in ("resume", "overwrite")}
+    return {n: value for n, value in values.items() if value is not None and n not in STARTING}
 
 
 def _holds_something(path: Path) -> bool:

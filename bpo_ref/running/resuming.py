@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from bpo_ref.args import Args
 
 MAY_CHANGE = {
-    "resume", "overwrite", "out", "threads", "envs", "env_workers", "env_capture_every", "long_rows",
+    "resume", "resume_if_saved", "overwrite", "out", "threads", "envs", "env_workers", "env_capture_every", "long_rows",
     "env_store_every", "env_store_bandwidth", "env_resources", "env_labels", "env_limits",
     "env_timeout", "env_store", "ray_address", "env_threads", "env_overlap", "env_retries", "max_live", "updates",
     "budget", "eval_every", "save_every", "process_timeout", "micro_tokens", "pack", "gradient_checkpointing",

@@ -148,7 +148,9 @@ def script(cluster: Cluster) -> None:
         ("8 * SLURM_NNODES", "1 * SLURM_NNODES"),
         ("accelerate launch", f"{sys.executable} -m accelerate.commands.accelerate_cli launch"),
         ("bpo_ref/configs/accelerate/fsdp2.yaml", f"{ROOT}/bpo_ref/configs/accelerate/ddp.yaml"),
-        ('"$first" --main_process_port 29500', f"127.0.0.1 --main_process_port {free_port()}"),
+        ('"$first" --main', "127.0.0.1 --main"),
+        (". .venv/bin/activate\n", ""),
+        ("$((10000 + SLURM_JOB_ID % 20000))", str(free_port())),
         ("--config alfworld-qwen2.5-7b --algo bpo ", f"--config alfworld-tiny {SIZES} --algo bpo "),
     ):
         assert text.count(before) == 1, before

@@ -25,7 +25,7 @@ def servers(address: re.Match[str]) -> str:
 
 def test_the_trainer_takes_its_command_lines() -> None:
     lines = re.findall(r"\baccelerate launch --config_file (\S+) .*?-m bpo_ref.train ([^'\n]*)", PAGE)
-    lines = [(file, words.replace("$out", "runs/x").replace('"$how"', "--overwrite")) for file, words in lines]
+    lines = [(file, words.replace("$out", "runs/x")) for file, words in lines]
     lines = [(file, re.sub(r"(\S+){8000..8007}", servers, words)) for file, words in lines]
     assert len(lines) == 6
     for file, words in lines:
@@ -50,10 +50,11 @@ echo "${@: -1}" >> starts
 echo $$ > launcher
 case "$(cat fate)" in
     fails) exit 1;;
-    ends) mkdir -p runs/alfworld-7b-bpo; touch runs/alfworld-7b-bpo/results.json; exit 0;;
+    ends) rm runs/alfworld-7b-bpo/stopped.json; exit 0;;
 esac
 saved=runs/alfworld-7b-bpo/checkpoint
-trap 'mkdir -p $saved; sleep 0.3; touch $saved/trainer_state.pt; exit 1' TERM
+trap 'mkdir -p $saved; sleep 0.3; touch $saved/trainer_state.pt $saved/../stopped.json; exit 1' TERM
+[ "$(cat fate)" != "waits, then fails" ] || trap 'exit 1' TERM
 touch waiting
 while true; do sleep 0.05; done
 """
@@ -66,12 +67,14 @@ def job(tmp_path: Path) -> Path:
     `tests/bpo_ref/distributed/test_slurm.py` has real ones.
     """
     (tmp_path / "bin").mkdir()
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
     (tmp_path / "train.sbatch").write_text(SCRIPT.search(PAGE)[1])  # type: ignore[index]
     stand_ins = {
         "accelerate": LAUNCHER,
         "scontrol": '#!/bin/bash\nif [ "$1" = show ]; then echo here; else echo "$@" >> requeued; fi\n',
-        "srun": '#!/bin/bash\nexec "${@:2}"\n',
-        "scancel": '#!/bin/bash\n[ "$1" = --signal=TERM ] && kill -TERM "$(cat launcher)"\n',
+        "srun": '#!/bin/bash\nwhile [ "${1:0:1}" = - ]; do shift; done\nexec "$@"\n',
+        "scancel": '#!/bin/bash\necho "$@" >> signalled; [ "$1" = --signal=TERM ] && kill -TERM "$(cat launcher)"\n',
     }
     for name, text in stand_ins.items():
         (tmp_path / "bin" / name).write_text(text)
@@ -79,15 +82,15 @@ def job(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def submitted(folder: Path, fate: str) -> int:
+def submitted(folder: Path, fate: str, **more: str) -> int:
     """Run the job, and send it Slurm's signal if it waits for one; its exit status."""
     (folder / "fate").write_text(fate)
     env = {**os.environ, "PATH": f"{folder / 'bin'}:{os.environ['PATH']}"}
-    env |= {"SLURM_JOB_ID": "7", "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "here"}
+    env |= {"SLURM_JOB_ID": "7", **more, "SLURM_NNODES": "1", "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "here"}
     process = subprocess.Popen(["bash", "train.sbatch"], cwd=folder, env=env)
-    while fate == "waits" and not (folder / "waiting").exists():
+    while fate.startswith("waits") and not (folder / "waiting").exists():
         time.sleep(0.01)
-    if fate == "waits":
+    if fate.startswith("waits"):
         process.send_signal(signal.SIGUSR1)
     return process.wait(timeout=120)
 
@@ -97,9 +100,28 @@ def test_a_job_at_its_time_limit_saves_is_put_back_and_continues(job: Path) -> N
     assert (job / "runs/alfworld-7b-bpo/checkpoint/trainer_state.pt").exists(), "it was waited for"
     assert (job / "requeued").read_text() == "requeue 7\n"
     assert submitted(job, "ends") == 0
-    assert (job / "starts").read_text().split() == ["--overwrite", "--resume"]
+    assert (job / "starts").read_text().split() == ["--resume-if-saved"] * 2
     assert (job / "requeued").read_text() == "requeue 7\n", "a finished run is not started again"
 
 
 def test_a_job_that_fails_by_itself_is_not_put_back(job: Path) -> None:
     assert submitted(job, "fails") == 1 and not (job / "requeued").exists()
+
+
+def test_a_job_that_fails_after_the_signal_without_saving_is_not_put_back(job: Path) -> None:
+    assert submitted(job, "waits, then fails") == 1 and not (job / "requeued").exists()
+
+
+def test_a_job_of_an_array_puts_back_itself_and_not_the_array(job: Path) -> None:
+    assert submitted(job, "waits", SLURM_ARRAY_JOB_ID="7", SLURM_ARRAY_TASK_ID="1") == 1
+    assert (job / "signalled").read_text() == "--signal=TERM 7_1\n"
+    assert (job / "requeued").read_text() == "requeue 7_1\n"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+def test_the_status_of_a_run_that_ends_while_the_signal_is_sent_is_that_of_the_job(job: Path, status: int) -> None:
+    scancel = job / "bin" / "scancel"
+    scancel.write_text(f"{scancel.read_text()}sleep 1\n")
+    launcher = job / "bin" / "accelerate"
+    launcher.write_text(launcher.read_text().replace("trap 'exit 1' TERM", f"trap 'exit {status}' TERM"))
+    assert submitted(job, "waits, then fails") == status and not (job / "requeued").exists()

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -190,6 +191,33 @@ def test_a_run_is_continued_by_its_own_settings(tmp_path: Path) -> None:
         train.main(["--config", settings])
 
 
+def test_a_job_that_is_started_again_continues_from_what_was_saved_or_begins_anew(tmp_path: Path) -> None:
+    trained(tmp_path / "whole", updates=3)
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "metrics.jsonl").write_text("{}")  # of a run that was killed before it saved
+    (out / "checkpoint.new").mkdir()
+    trained(out, updates=1, resume_if_saved=True)
+    trained(out, updates=2, resume_if_saved=True)
+    (out / "checkpoint").rename(out / "checkpoint.old")  # killed while it put the new one in its place
+    trained(out, updates=3, resume_if_saved=True)
+    steps = [row["step"] for row in metrics(out) if "update/loss" in row and row["stage"] == 1]
+    assert steps == [1, 2, 3], "each update once"
+    assert_same_weights(out, tmp_path / "whole")
+    assert "resume" not in (out / "settings.yaml").read_text().replace("--resume", "")
+
+
+def test_a_job_that_is_started_again_clears_nothing_that_was_learned(tmp_path: Path) -> None:
+    trained(tmp_path, updates=1)
+    shutil.rmtree(tmp_path / "checkpoint")
+    before = files(tmp_path)
+    with pytest.raises(ConfigError, match=r"holds what a run has learned or measured, but no checkpoint; choose ano"):
+        trained(tmp_path, updates=1, resume_if_saved=True)
+    with pytest.raises(ConfigError, match=r"overwrite: does not go with resume"):
+        trained(tmp_path, updates=1, resume_if_saved=True, overwrite=True)
+    assert files(tmp_path) == before
+
+
 # What is told.
 
 
@@ -305,6 +333,11 @@ def test_a_signal_ends_a_run_with_the_status_that_shells_expect(
     assert stopped.value.code == status
     where, name = tmp_path / "run" / "checkpoint", signal.Signals(number).name
     assert f"stopped at rl step 1 by {name}, saved in {where}; continue with --resume\n" in capsys.readouterr().err
+    mark = tmp_path / "run" / folder.STOPPED
+    assert json.loads(mark.read_text()) == {"signal": name, "saved_at": "rl step 1"}
+    monkeypatch.undo()
+    trained(tmp_path / "run", updates=2, resume=True)
+    assert not mark.exists()
 
 
 def test_a_second_ctrl_c_stops_at_once_and_says_what_is_left(
@@ -340,3 +373,5 @@ def test_below_a_launcher_a_signal_saves_and_ends_the_run_too(tmp_path: Path, pr
     assert status != 0 and "stopped at rl step" in told
     state = json.loads((out / "metrics.jsonl").read_text().splitlines()[-1])
     assert f"stopped at rl step {state['step']} by" in told
+    mark = json.loads((out / folder.STOPPED).read_text())
+    assert mark == {"signal": signal.Signals(number).name, "saved_at": f"rl step {state['step']}"}
