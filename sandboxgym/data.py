@@ -15,17 +15,34 @@ from pathlib import Path
 
 
 def data_dir() -> Path:
-    """Root of the data sets. Not created here."""
-    import platformdirs  # not part of `import sandboxgym`
+    """Root of the data sets. Not created here.
 
-    return Path(os.environ.get("SANDBOXGYM_DATA") or platformdirs.user_data_dir("sandboxgym", appauthor=False))
+    Raises:
+        FileNotFoundError: neither the variable nor this user's home directory says where it is.
+    """
+    return _root("SANDBOXGYM_DATA", "user_data_dir")
 
 
 def cache_dir() -> Path:
-    """Root of what can be made again. Not created here."""
-    import platformdirs
+    """Root of what can be made again. Not created here.
 
-    return Path(os.environ.get("SANDBOXGYM_CACHE") or platformdirs.user_cache_dir("sandboxgym", appauthor=False))
+    Raises:
+        FileNotFoundError: as by `data_dir`.
+    """
+    return _root("SANDBOXGYM_CACHE", "user_cache_dir")
+
+
+def _root(variable: str, kind: str) -> Path:
+    if named := os.environ.get(variable):
+        return Path(named)
+    import platformdirs  # not part of `import sandboxgym`
+
+    try:
+        return Path(getattr(platformdirs, kind)("sandboxgym", appauthor=False))
+    except RuntimeError as error:  # as in a container with any number as its user
+        raise FileNotFoundError(
+            f"expected {variable} to name a directory, for this user has no home directory"
+        ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,9 +154,11 @@ class Game:
         self._hash_of: dict[tuple[int, int], str] = {}
         self._goal = _Goal(self._planner)
         if cache is not None and (found is None or found.operators is None):
-            if found is not None:  # seen before: it may well be seen again
+            if found is None:
+                cache.put(self.digest, CachedGame(grounding, None))
+            elif cache.takes_more():  # seen before: it may well be seen again
                 self._stored = self._all_operators(grounding)
-            cache.put(self.digest, CachedGame(grounding, self._stored))
+                cache.put(self.digest, CachedGame(grounding, self._stored))
 
     @classmethod
     def from_json(
@@ -370,9 +372,10 @@ class Game:
                     bucket: [(operator, self._command(operator)) for operator in planner.instantiate(bucket)]
                     for bucket in planner.buckets()
                 },
+                self._domain,
             )
         except GameError:  # a command that cannot be written matters only in states where it is admissible
-            return StoredOperators.of(grounding, {})
+            return StoredOperators.of(grounding, {}, self._domain)
 
     def _stored_operators(self, bucket: int) -> StoredBucket | None:
         return None if self._stored is None else self._stored.read(bucket)

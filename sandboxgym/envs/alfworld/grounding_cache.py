@@ -4,11 +4,12 @@ What this module promises:
 
 1. An entry's key is the digest of the game and of the code that grounds games and writes commands, so that neither a
    changed game nor a new version of this package ever reads a stale one.
-2. An entry is plain data with a checksum; reading one never executes code. An entry that is damaged, or
-   does not fit the domain, counts as missing. Operators are decoded when they are played; those that do not fit
-   the game are instantiated instead.
-3. Writing is atomic, and a failure (a full or read-only disk) is no error. The directory is kept below a size: the
-   least recently used entries are removed first.
+2. An entry is plain data with a checksum that covers its key; reading one never executes code. An entry that is
+   damaged, under another game's name, or does not fit the domain, counts as missing. Operators are decoded when they
+   are played; those that do not fit the game are instantiated instead. But whoever can write the directory can compute
+   checksums too, and decide what happens in a game.
+3. Writing is atomic, and a failure (a full or read-only disk, no home directory) is no error. The directory is kept
+   below a size: the least recently used entries are removed first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import hashlib
 import logging
 import os
 import pkgutil
+import stat
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,8 +39,9 @@ from sandboxgym.system.atomic import is_temporary, write_atomic
 logger = logging.getLogger("sandboxgym")
 
 MAX_BYTES = 256 * 2**20
-"""Size limit of the directory: room for twice the official games."""
+"""Size limit of the directory: room for all official games, of some 50 kB each with their operators."""
 _MAX_ENTRY = 4 * 2**20
+"""Bytes of an entry before it is compressed. A game with more is compiled each time it is loaded."""
 _MAGIC = b"SBXALF\x00\x01"
 _SUFFIX = ".grounding"
 _WRITES_BETWEEN_SWEEPS = 64
@@ -58,9 +61,10 @@ class StoredBucket:
         rows: the rest of each operator, encoded.
         commands: command of each operator.
         names: objects of the game, by number.
+        arities: number of arguments of each action.
     """
 
-    __slots__ = ("_effects", "_looked_at", "_made", "_names", "_pos", "_rows", "commands")
+    __slots__ = ("_arities", "_effects", "_looked_at", "_made", "_names", "_pos", "_rows", "commands")
 
     def __init__(
         self,
@@ -69,6 +73,7 @@ class StoredBucket:
         rows: Sequence[bytes],
         commands: Sequence[str],
         names: Mapping[int, str],
+        arities: Mapping[str, int],
     ) -> None:
         masks, pos, looked_at = conditions
         if not len(pos) == len(looked_at) == len(rows):
@@ -82,6 +87,7 @@ class StoredBucket:
         self._rows = rows
         self.commands = commands
         self._names = names
+        self._arities = arities
         self._made: dict[int, Operator] = {}
 
     def __len__(self) -> int:
@@ -101,8 +107,8 @@ class StoredBucket:
             add, delete, listed_add, listed_delete = map(self._effect, changes)
             args = tuple([self._names[number] for number in numbers])
             effects = tuple([Conditional(*map(self._effect, effect)) for effect in conditional])
-            if not isinstance(action, str):
-                raise ValueError("expected the name of an action")
+            if len(args) != self._arities[action]:
+                raise ValueError(f"expected {self._arities[action]} arguments of {action}")
         except (ValueError, LookupError, TypeError) as error:
             logger.warning("ignored a damaged operator of the game cache: %s", error)
             return None
@@ -122,21 +128,31 @@ class StoredOperators:
         packed: encoded operators by the number of their fact plus 1; 0 for those filed under no fact.
         names: objects of the game, sorted.
         width: number of facts that can change.
+        arities: number of arguments of each action.
     """
 
-    def __init__(self, packed: Mapping[int, bytes], names: Sequence[str], width: int) -> None:
+    def __init__(
+        self, packed: Mapping[int, bytes], names: Sequence[str], width: int, arities: Mapping[str, int]
+    ) -> None:
         self.packed = packed
+        self._arities = arities
         self._names = dict(enumerate(names))
         self._bytes = (width + 7) // 8
         self.nbytes = sum(map(len, packed.values()))
 
     @classmethod
-    def of(cls, grounding: Grounding, filed: Mapping[int, Sequence[tuple[Operator, str]]]) -> StoredOperators:
+    def of(
+        cls, grounding: Grounding, filed: Mapping[int, Sequence[tuple[Operator, str]]], domain: Domain
+    ) -> StoredOperators:
         """Encode operators with their commands, given by the bit of the fact that they are filed under."""
         names = sorted(grounding.objects)
         number = {name: at for at, name in enumerate(names)}
         packed = {bucket.bit_length(): _pack_operators(found, number) for bucket, found in filed.items()}
-        return cls(packed, names, len(grounding.facts))
+        return cls(packed, names, len(grounding.facts), arities_of(domain))
+
+    def none(self) -> StoredOperators:
+        """The same game without its operators, which are instantiated as they are needed."""
+        return type(self)({}, [*self._names.values()], 8 * self._bytes, self._arities)
 
     def read(self, bucket: int) -> StoredBucket | None:
         """Decode the operators filed under the fact with bit ``bucket``; None if they are missing or do not fit."""
@@ -147,12 +163,17 @@ class StoredOperators:
             conditions, effects, rows, commands = msgpack.unpackb(packed)
             if max(map(len, (*conditions[0], *effects)), default=0) > self._bytes or len(rows) != len(commands):
                 raise ValueError("expected masks of the facts, and a command for each operator")
-            if not isinstance("".join(commands), str):
+            if not isinstance(commands, list) or not isinstance("".join(commands), str):
                 raise ValueError("expected commands")
-            return StoredBucket(conditions, effects, rows, commands, self._names)
+            return StoredBucket(conditions, effects, rows, commands, self._names, self._arities)
         except (ValueError, LookupError, TypeError) as error:
             logger.warning("ignored damaged operators of the game cache: %s", error)
             return None
+
+
+def arities_of(domain: Domain) -> Mapping[str, int]:
+    """Number of arguments of each action."""
+    return {action.name: len(action.parameters) for action in domain.actions}
 
 
 class CachedGame(NamedTuple):
@@ -176,15 +197,14 @@ class GroundingCache:
 
     def get(self, digest: str, domain: Domain) -> CachedGame | None:
         """Read the entry of the game with this digest; None if there is no usable one."""
-        path = self._path(digest)
         try:
-            with open(path, "rb") as file:
-                content = file.read(_MAX_ENTRY + 1)
+            path = self._path(digest)
+            content = _read(path)
         except OSError:
             return None
         try:
-            entry = _decode(content, domain)
-        except (ValueError, KeyError, IndexError, TypeError, OverflowError, zlib.error) as error:
+            entry = _decode(content, domain, _seal(digest))
+        except (ValueError, LookupError, TypeError, AttributeError, OverflowError, zlib.error) as error:
             logger.warning("ignored a damaged entry of the game cache, %s: %s", path, error)
             return None
         with contextlib.suppress(OSError):  # mark it as used; in a read-only directory nothing is swept either
@@ -192,16 +212,25 @@ class GroundingCache:
         return entry
 
     def put(self, digest: str, entry: CachedGame) -> None:
-        """Write an entry, if the disk allows it."""
-        path = self._path(digest)
+        """Write an entry, if the disk allows it, without operators that make it too large, and none that still is."""
         try:
+            path = self._path(digest)
             path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomic(path, _encode(entry), durable=False)  # its checksum is compared when it is read
+            content = _encode(entry, _seal(digest))
+            if content is None and entry.operators is not None:
+                content = _encode(CachedGame(entry.grounding, entry.operators.none()), _seal(digest))
+            if content is None:
+                return
+            write_atomic(path, content, durable=False)  # its checksum is compared when it is read
         except OSError as error:
             logger.debug("the game cache cannot be written: %s", error)
             return
         if int(digest[:8], 16) % _WRITES_BETWEEN_SWEEPS == 0:  # without a counter that processes would have to share
             self.sweep()
+
+    def takes_more(self) -> bool:
+        """True if an entry that was read may be replaced by one with operators, which take time to encode."""
+        return os.access(self.directory, os.W_OK)
 
     def sweep(self) -> None:
         """Remove the least recently used entries until the rest fits, and the files of killed writers."""
@@ -225,6 +254,27 @@ class GroundingCache:
         return self.directory / f"{digest[:32]}-{_code_digest()}{_SUFFIX}"
 
 
+def default_cache() -> GroundingCache | None:
+    """The cache of this user; None without a home directory."""
+    try:
+        return GroundingCache()
+    except FileNotFoundError as error:
+        logger.debug("games are not cached: %s", error)
+        return None
+
+
+def _read(path: Path) -> bytes:
+    """Read an entry, or more bytes than any has.
+
+    Raises:
+        OSError: there is none, or something else than a file, such as a pipe.
+    """
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise FileNotFoundError(f"{path} is no file")
+        return file.read(_MAX_ENTRY + 1)
+
+
 def _remove(path: str) -> None:
     with contextlib.suppress(OSError):  # someone else's sweep was faster
         os.unlink(path)
@@ -239,7 +289,13 @@ def _code_digest() -> str:
     return digest.hexdigest()[:16]
 
 
-def _encode(entry: CachedGame) -> bytes:
+def _seal(digest: str) -> bytes:
+    """What an entry belongs to, as its checksum covers it."""
+    return f"{digest}-{_code_digest()}\n".encode()
+
+
+def _encode(entry: CachedGame, seal: bytes) -> bytes | None:
+    """Bytes of an entry; None if it is too large."""
     grounding, operators = entry
     names = sorted(grounding.objects)
     kinds = sorted(set(grounding.objects.values()))
@@ -256,13 +312,16 @@ def _encode(entry: CachedGame) -> bytes:
         grounding.crowds,
         None if operators is None else operators.packed,
     ]
-    packed = zlib.compress(msgpack.packb(content), 1)
-    return _MAGIC + hashlib.sha256(packed).digest() + packed
+    plain = msgpack.packb(content)
+    if len(plain) > _MAX_ENTRY:
+        return None
+    packed = zlib.compress(plain, 1)
+    return _MAGIC + hashlib.sha256(seal + packed).digest() + packed
 
 
-def _decode(content: bytes, domain: Domain) -> CachedGame:
+def _decode(content: bytes, domain: Domain, seal: bytes) -> CachedGame:
     packed = content[len(_MAGIC) + 32 :]
-    if content[: len(_MAGIC) + 32] != _MAGIC + hashlib.sha256(packed).digest():
+    if content[: len(_MAGIC) + 32] != _MAGIC + hashlib.sha256(seal + packed).digest():
         raise ValueError("expected an intact entry, found other bytes")
     inflate = zlib.decompressobj()
     plain = inflate.decompress(packed, _MAX_ENTRY)
@@ -294,7 +353,7 @@ def _decode(content: bytes, domain: Domain) -> CachedGame:
         return CachedGame(grounding, None)
     if not all(isinstance(packed, bytes) for packed in operators.values()):
         raise ValueError("expected operators")
-    return CachedGame(grounding, StoredOperators(operators, names, len(grounding.facts)))
+    return CachedGame(grounding, StoredOperators(operators, names, len(grounding.facts), arities_of(domain)))
 
 
 def _pack_operators(found: Sequence[tuple[Operator, str]], number: Mapping[str, int]) -> bytes:

@@ -12,11 +12,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgpack
+import platformdirs
 import pytest
 
+from sandboxgym import data
 from sandboxgym.envs.alfworld import game as game_module
 from sandboxgym.envs.alfworld import grounding_cache as cache_module
 from sandboxgym.envs.alfworld.game import Game
+from sandboxgym.envs.alfworld.games import library
 from sandboxgym.envs.alfworld.games.generated import generate_game
 from sandboxgym.envs.alfworld.games.library import open_library
 from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
@@ -90,8 +93,13 @@ def test_a_damaged_entry_is_ignored_and_replaced(
         lambda parts: parts[8].pop("holds"),
         lambda parts: parts[9].update({1: "text"}),
         lambda parts: parts.pop(),
+        lambda parts: parts.__setitem__(8, []),
+        lambda parts: parts.__setitem__(9, []),
     ],
-    ids=["predicate", "object", "negative", "type", "no goal", "wide mask", "fluents", "operators", "fields"],
+    ids=[
+        *("predicate", "object", "negative", "type", "no goal", "wide mask", "fluents", "operators", "fields"),
+        *("fluents in a list", "operators in a list"),
+    ],
 )
 def test_an_entry_that_does_not_fit_its_game_is_ignored(change: object, cache: GroundingCache) -> None:
     for _ in range(2):
@@ -100,9 +108,75 @@ def test_an_entry_that_does_not_fit_its_game_is_ignored(change: object, cache: G
     parts = msgpack.unpackb(zlib.decompress(path.read_bytes()[40:]), strict_map_key=False)
     change(parts)  # type: ignore[operator]
     packed = zlib.compress(msgpack.packb(parts))
-    path.write_bytes(path.read_bytes()[:8] + hashlib.sha256(packed).digest() + packed)
+    seal = cache_module._seal(compile_game(0, None).digest)
+    path.write_bytes(path.read_bytes()[:8] + hashlib.sha256(seal + packed).digest() + packed)
     game = compile_game(0, cache)
     assert transcript(game) == transcript(compile_game(0, None))
+
+
+def test_an_entry_under_the_name_of_another_game_or_version_is_ignored(
+    cache: GroundingCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    games = [compile_game(number, cache) for number in (0, 1)]
+    paths = [cache._path(game.digest) for game in games]
+    for number, other in ((0, 1), (1, 0)):
+        compile_game(other, cache)
+        paths[number].write_bytes(paths[other].read_bytes())
+        assert transcript(compile_game(number, cache)) == transcript(compile_game(number, None))
+    old = paths[0].read_bytes()
+    monkeypatch.setattr(cache_module, "_code_digest", lambda: "another version")
+    cache._path(games[0].digest).write_bytes(old)
+    assert cache.get(games[0].digest, games[0]._domain) is None
+
+
+def test_something_else_than_a_file_is_ignored(cache: GroundingCache) -> None:
+    cache.directory.mkdir()
+    path = cache._path(compile_game(0, None).digest)
+    for make in (os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")):
+        make(path)
+        assert transcript(compile_game(0, cache)) == transcript(compile_game(0, None))
+        if path.is_dir():
+            path.rmdir()
+        else:
+            path.unlink()
+
+
+def test_what_is_too_large_for_an_entry_is_left_out(cache: GroundingCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    compile_game(0, cache)
+    (path,) = entries(cache)
+    without = len(zlib.decompress(path.read_bytes()[40:]))
+    monkeypatch.setattr(cache_module, "_MAX_ENTRY", without + 10)
+    for _ in range(3):  # the first of these finds no room for operators, and says so once and for all
+        assert transcript(compile_game(0, cache)) == transcript(compile_game(0, None))
+    written = path.stat().st_mtime_ns, path.read_bytes()
+    monkeypatch.setattr(Game, "_all_operators", None)
+    assert transcript(compile_game(0, cache)) == transcript(compile_game(0, None))
+    assert path.read_bytes() == written[1]
+    path.unlink()
+    monkeypatch.setattr(cache_module, "_MAX_ENTRY", without - 10)
+    compile_game(0, cache)
+    assert entries(cache) == []
+
+
+def test_operators_are_not_encoded_where_they_cannot_be_written(
+    cache: GroundingCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_game(0, cache)
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    monkeypatch.setattr(Game, "_all_operators", None)
+    assert transcript(compile_game(0, cache)) == transcript(compile_game(0, None))
+
+
+def test_games_are_played_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless(*_: object, **__: object) -> str:
+        raise RuntimeError("could not determine the home directory")  # as platformdirs does
+
+    monkeypatch.delenv("SANDBOXGYM_CACHE", raising=False)
+    monkeypatch.setattr(platformdirs, "user_cache_dir", homeless)
+    with pytest.raises(FileNotFoundError, match=r"expected SANDBOXGYM_CACHE to name a directory"):
+        data.cache_dir()
+    monkeypatch.setattr(library, "_cache", library._Cache(library.CACHED_BYTES))
+    assert transcript(open_library("embedded").load(1)) == transcript(compile_game(1, None))
 
 
 def test_entries_belong_to_the_code_that_wrote_them(cache: GroundingCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,6 +233,12 @@ def test_operators_from_the_cache_are_those_that_are_instantiated(number: int, c
         assert list(zip(stored.planner.all_operators(), commands, strict=True)) == expected
 
 
+def fewer(row: bytes) -> bytes:
+    """An encoded operator with an argument less, or one more where there is none."""
+    action, args, *rest = msgpack.unpackb(row)
+    return bytes(msgpack.packb([action, args[:-1] if args else [0], *rest]))
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -194,10 +274,12 @@ def test_operators_from_the_cache_are_those_that_are_instantiated(number: int, c
             commands,
         ],
         lambda conditions, effects, rows, commands: [conditions, [], rows, commands],
+        lambda conditions, effects, rows, commands: [conditions, effects, rows, dict.fromkeys(commands)],
+        lambda conditions, effects, rows, commands: [conditions, effects, [*map(fewer, rows)], commands],
     ],
     ids=[
         *("bytes", "fields", "wide condition", "wide effect", "negative", "too large", "columns", "rows", "commands"),
-        *("row", "action", "no effects"),
+        *("row", "action", "no effects", "a map of commands", "an argument less"),
     ],
 )
 def test_stored_operators_that_do_not_fit_are_instantiated(

@@ -29,7 +29,7 @@ from sandboxgym.data import find
 from sandboxgym.envs.alfworld.card import GAMES
 from sandboxgym.envs.alfworld.game import Game, GameError
 from sandboxgym.envs.alfworld.games.generated import SPLITS, TASK_TYPES, generate_game, task_type_of
-from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
+from sandboxgym.envs.alfworld.grounding_cache import GroundingCache, default_cache
 from sandboxgym.task_env import TaskNotFound
 
 OFFICIAL_SPLITS = ("train", "valid_train", "valid_seen", "valid_unseen")
@@ -345,7 +345,7 @@ if hasattr(os, "register_at_fork"):  # another thread may hold the lock at the m
 
 
 def _load(ref: GameRef) -> Game:
-    return _cache.get(file_key(ref), lambda: _compile(ref, GroundingCache()))
+    return _cache.get(file_key(ref), lambda: _compile(ref, default_cache()))
 
 
 def file_key(ref: GameRef) -> Hashable:
@@ -360,7 +360,7 @@ def file_key(ref: GameRef) -> Hashable:
         status = os.stat(ref.gamefile)
     except OSError as error:
         raise DataNotFound(f"game file is gone: {ref.gamefile}; {DOWNLOAD}") from error
-    return ref.gamefile, status.st_mtime_ns, status.st_size
+    return ref.gamefile, status.st_ino, status.st_ctime_ns, status.st_mtime_ns, status.st_size
 
 
 def content_of(ref: GameRef) -> bytes:
