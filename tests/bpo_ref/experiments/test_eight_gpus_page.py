@@ -118,6 +118,16 @@ def test_a_job_of_an_array_puts_back_itself_and_not_the_array(job: Path) -> None
     assert (job / "requeued").read_text() == "requeue 7_1\n"
 
 
+def test_a_controller_that_does_not_answer_is_asked_again(job: Path) -> None:
+    scontrol = job / "bin" / "scontrol"
+    once = 'if [ "$1" = requeue ] && [ ! -e asked ]; then touch asked; exit 1; fi\n'
+    scontrol.write_text(scontrol.read_text().replace("#!/bin/bash\n", f"#!/bin/bash\n{once}"))
+    (job / "bin" / "sleep").write_text("#!/bin/bash\n")
+    (job / "bin" / "sleep").chmod(0o755)
+    assert submitted(job, "waits") == 1
+    assert (job / "asked").exists() and (job / "requeued").read_text() == "requeue 7\n"
+
+
 @pytest.mark.parametrize("status", [0, 3])
 def test_the_status_of_a_run_that_ends_while_the_signal_is_sent_is_that_of_the_job(job: Path, status: int) -> None:
     scancel = job / "bin" / "scancel"
