@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import struct
 import sys
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import groupby, islice
+from operator import eq, lt
 from typing import Any
 
 from sandboxgym.errors import SnapshotCorrupt
@@ -191,13 +192,16 @@ def check_keys(keys: Sequence[Any], *, of_set: bool = False) -> None:
     if len(keys) <= FEW and not compared:
         return
     hashes = list(map(hash, keys))
-    if compared and len(set(hashes)) < len(keys) and not _are_compared_quickly(keys, hashes):
+    if compared and not _are_compared_quickly(keys, hashes):
         raise SnapshotCorrupt(f"{len(keys)} keys of a map or a set collide, and take long to compare")
+    ordered = len(keys) > FEW and _are_ordered_numbers(keys)
     size = FEW
     while len(keys) > size * 2 // 3:
         size *= 2
-        some = [value & _HASH for value in hashes[: size * 2 // 3]]
-        if not _is_quick(some, size, _LINEAR if of_set else 0):
+        last = min(len(keys), size * 2 // 3) - 1
+        if ordered and keys[last] - keys[0] < size:
+            continue  # each has a place of its own
+        if not _is_quick([value & _HASH for value in hashes[: last + 1]], size, _LINEAR if of_set else 0):
             raise SnapshotCorrupt(f"{len(keys)} keys of a map or a set collide")
 
 
@@ -205,15 +209,30 @@ _TEXT = frozenset({str, bytes})
 _COMPOUND = frozenset({tuple, frozenset})
 
 
+def _are_ordered_numbers(keys: Sequence[Any]) -> bool:
+    """True of ascending numbers that are their own hashes."""
+    if not {int}.issuperset(map(type, keys)) or not -(2**60) < keys[0] <= keys[-1] < 2**60:
+        return False
+    return all(map(lt, keys, islice(keys, 1, None)))
+
+
 def _are_compared_quickly(keys: Sequence[Any], hashes: Sequence[int]) -> bool:
     """True if comparing each key with all others of its hash takes few enough comparisons of what is in them."""
-    alike = Counter(hashes)
+    if not _has_equal(hashes):
+        return True
     values = comparisons = 0
-    for key, value in zip(keys, hashes, strict=True):
-        inside, most = _comparisons(key)
-        values += inside
-        comparisons += most * (alike[value] - 1)
+    order = sorted(range(len(keys)), key=hashes.__getitem__)
+    for _, alike in groupby(order, hashes.__getitem__):
+        group = [_comparisons(keys[at]) for at in alike]
+        values += sum(inside for inside, _ in group)
+        comparisons += sum(most for _, most in group) * (len(group) - 1)
     return comparisons <= 2 * _COMPARED * values
+
+
+def _has_equal(hashes: Iterable[int]) -> bool:
+    """True if two of these are equal. Hashes may have been chosen to collide: they are sorted, and in no table."""
+    order = sorted(hashes)
+    return any(map(eq, order, islice(order, 1, None)))
 
 
 def _comparisons(key: Any) -> tuple[int, int]:
@@ -221,7 +240,9 @@ def _comparisons(key: Any) -> tuple[int, int]:
     if type(key) not in _COMPOUND:
         return 1, 1
     each = [_comparisons(value) for value in key]
-    alike = max(Counter(map(hash, key)).values(), default=1) if type(key) is frozenset else 1
+    alike = 1
+    if type(key) is frozenset and _has_equal(map(hash, key)):
+        alike = max(sum(1 for _ in group) for _, group in groupby(sorted(map(hash, key))))
     return 1 + sum(inside for inside, _ in each), 1 + alike * sum(most for _, most in each)
 
 

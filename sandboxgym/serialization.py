@@ -116,7 +116,7 @@ def join(pieces: Iterable[Piece]) -> bytes:
 
 
 def pack(value: Any) -> bytes:
-    """Encode plain data.
+    """Encode plain data. Of NumPy's types that are the same number, such as ``longlong``, the usual one comes back.
 
     Raises:
         SnapshotNotSupported: naming the type that is not plain data, or the bound that `unpack` would refuse it by.

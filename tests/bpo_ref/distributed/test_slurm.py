@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 from components import missing
-from ports import free_port
+from ports import reserved_port
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = re.compile(r'^```bash title="train.sbatch"\n(.*?)^```', re.DOTALL | re.MULTILINE)
@@ -98,7 +98,7 @@ def cluster() -> Iterator[Cluster]:
     if lacking := [name for name in PROGRAMS if shutil.which(name, path=f"{os.environ['PATH']}:/usr/sbin") is None]:
         missing("slurm", f"there is no {lacking[0]}: apt-get install slurm-wlm")
     tmp_path = Path(tempfile.mkdtemp(prefix="slurm-"))  # a short path, for it is that of a socket
-    ports = free_port(), free_port(), free_port()
+    ports = reserved_port(), reserved_port(), reserved_port()
     nodes = "\n".join(
         f"NodeName={name} NodeHostname={socket.gethostname()} NodeAddr=127.0.0.1 Port={port} CPUs={os.cpu_count()}"
         for name, port in zip(("one", "two"), ports[1:], strict=True)
@@ -150,7 +150,7 @@ def script(cluster: Cluster) -> None:
         ("bpo_ref/configs/accelerate/fsdp2.yaml", f"{ROOT}/bpo_ref/configs/accelerate/ddp.yaml"),
         ('"$first" --main', "127.0.0.1 --main"),
         (". .venv/bin/activate\n", ""),
-        ("$((10000 + SLURM_JOB_ID % 20000))", str(free_port())),
+        ("$((10000 + SLURM_JOB_ID % 20000))", str(reserved_port())),
         ("--config alfworld-qwen2.5-7b --algo bpo ", f"--config alfworld-tiny {SIZES} --algo bpo "),
     ):
         assert text.count(before) == 1, before
