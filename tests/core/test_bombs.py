@@ -187,6 +187,39 @@ def test_encoded_bombs_are_refused_or_cost_what_they_weigh(name: str) -> None:
     measured(read, len(data))
 
 
+def crowded(number: int = 20_000, bits: int = 15) -> list[int]:
+    """Numbers of different hashes, half of which a map of all finds a place for after thousands of others."""
+    size, rng = 1 << bits, np.random.default_rng(0)
+    orbit = [0]  # places in the order in which a map tries them, from the first on
+    while len(orbit) < size:
+        orbit.append((5 * orbit[-1] + 1) % size)
+    turn = np.argsort(orbit)
+    keys = orbit[: number // 2]
+    taken = np.zeros(size, bool)
+    taken[keys] = True
+    while len(keys) < number:
+        drawn = rng.integers(size, 1 << 30, 1 << 18)
+        at, rest, crowd = drawn & (size - 1), drawn.copy(), np.ones(len(drawn), bool)
+        while rest.any():
+            crowd &= taken[at]
+            rest >>= 5
+            at = (5 * at + rest + 1) & (size - 1)
+        crowding = drawn[crowd & (turn[at] < len(keys) // 4)]
+        more = np.setdiff1d(crowding, keys)[: number - len(keys)].tolist()
+        taken[orbit[len(keys) : len(keys) + len(more)]] = True
+        keys += more
+    return keys
+
+
+def test_numbers_that_crowd_a_map_are_read_in_a_set_like_others() -> None:
+    """A set tries other places. That two tuples have one hash makes the reader look for equal hashes."""
+    keys = [serialization.pack(key) for key in (*crowded(), (-1,), (-2,))]
+    sets = many(10, extension(5, b"\xdd" + struct.pack(">I", len(keys)) + b"".join(keys)))
+    began = time.thread_time()
+    serialization.unpack(sets)
+    assert time.thread_time() - began < SECONDS
+
+
 ACCEPTED = {"pairs", "NumPy scalars", "empty arrays", "numbers", "short texts"}
 MAYBE = {"empty maps", "empty lists", "maps of one number", "empty tuples", "sets of one"}
 MAYBE |= {"frozen sets of one", "tuples of one", "lists of one", "maps of one letter"}
