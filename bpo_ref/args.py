@@ -59,8 +59,8 @@ class Args:
     resume: bool = False
     """Continue from the last checkpoint in ``out``, exactly as if never interrupted."""
     resume_if_saved: bool = False
-    """As ``resume`` if ``out`` has a checkpoint; else start anew, also where a run was ended before it saved. For jobs
-    that a queue starts again."""
+    """Resume if ``out`` has a checkpoint, else start anew, also where a run was ended before it saved. For jobs that a
+    queue starts again."""
     overwrite: bool = False
     """Remove the files of a run that ``out`` holds, and start anew."""
     init_from: str | None = None

@@ -606,7 +606,7 @@ class TrainingSession:
             if reason := folder.refusal(self.args):
                 return reason
             resumed.append(self.args.resume or (self.args.resume_if_saved and folder.resumable(self.out)))
-            if self.args.overwrite or (self.args.resume_if_saved and not resumed[0]):
+            if self.args.overwrite or (not resumed[0] and folder.holds_run(self.out)):
                 folder.clear(self.out)
             elif not resumed[0]:
                 shutil.rmtree(self.out / journals.FOLDER, ignore_errors=True)  # of a run that was killed at once

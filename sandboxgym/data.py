@@ -38,11 +38,12 @@ def _root(variable: str, kind: str) -> Path:
     import platformdirs  # not part of `import sandboxgym`
 
     try:
-        return Path(getattr(platformdirs, kind)("sandboxgym", appauthor=False))
-    except RuntimeError as error:  # as in a container with any number as its user
-        raise FileNotFoundError(
-            f"expected {variable} to name a directory, for this user has no home directory"
-        ) from error
+        found = Path(getattr(platformdirs, kind)("sandboxgym", appauthor=False))
+    except RuntimeError:
+        found = Path("~")  # as its older versions return
+    if not found.is_absolute():  # as in a container with any number as its user
+        raise FileNotFoundError(f"expected {variable} to name a directory, for this user has no home directory")
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,10 @@ def find(dataset: DataSet) -> Path | None:
     A directory that the data set's variable names is returned even if it does not exist, so that the error about it
     names it.
     """
-    path = directory(dataset)
+    try:
+        path = directory(dataset)
+    except FileNotFoundError:
+        return None
     named = dataset.variable is not None and bool(os.environ.get(dataset.variable))
     if named:
         return path

@@ -113,7 +113,7 @@ def commands(
         if (folder / "results.json").exists():
             return []
         again = ["--resume", "True"] if resumable(folder) else []
-        if not again and holds_run(folder):  # stopped before its first checkpoint
+        if not again and holds_run(folder) and "--resume-if-saved" not in extra:  # stopped before its first checkpoint
             again = ["--overwrite", "True"]
         return [[*shlex.split(launch), str(TRAIN), "--config", config, "--out", str(folder), *words, *extra, *again]]
 

@@ -42,6 +42,8 @@ OTHERS = (
     "learning_curve.png", "samples.txt", "trees", "trees.json", "trees.html", "tensorboard", "trackers", "served",
     "servers", "inflight", PUBLISHED, STOPPED,
 )  # fmt: skip
+LEARNED = ("results.json", "sft", "sft.old", "adapter")
+"""Parts of a run that may have cost much to make, although there is no checkpoint."""
 OWN = (*CHECKPOINTS, *LOGS, *OTHERS)
 """Everything that a run writes into its folder and `clear` removes."""
 
@@ -79,18 +81,25 @@ def refusal(args: Args) -> str | None:
             return "overwrite: does not go with resume, which continues the run that overwrite would clear"
         if int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0 and holds_run(out):
             return f"overwrite: the launcher starts this run again, and what it has saved in {out} would be cleared"
-        for name in ("init_from", "model", "sft_data"):
-            if inside := _own_part(out, getattr(args, name)):
-                return f"overwrite: would clear {inside}, which {name} names; choose another --out"
-        return None
+        return _cleared_input(args, out, "overwrite")
     if args.resume or not holds_run(out):
         return None
     if args.resume_if_saved:
-        if resumable(out) or not any(_holds_something(out / name) for name in ("results.json", "sft", "sft.old")):
+        if resumable(out):
             return None
-        return f"out: {out} holds what a run has learned or measured, but no checkpoint; choose another --out"
+        if any(_holds_something(out / name) for name in LEARNED):
+            return f"out: {out} holds what a run has learned or measured, but no checkpoint; choose another --out"
+        return _cleared_input(args, out, "resume_if_saved")
     continued = "continue it with --resume, " if resumable(out) else ""
     return f"out: {out} holds a run: {continued}replace it with --overwrite, or choose another folder with --out"
+
+
+def _cleared_input(args: Args, out: Path, why: str) -> str | None:
+    """Reason why a folder may not be cleared: the run would begin with what is in it. None: it may."""
+    for name in ("init_from", "model", "sft_data"):
+        if inside := _own_part(out, getattr(args, name)):
+            return f"{why}: would clear {inside}, which {name} names; choose another --out"
+    return None
 
 
 def clear(out: Path) -> None:

@@ -193,13 +193,23 @@ class Journal:
             if end:
                 self._known[record[:_NAME]] = record[_NAME:]
             end = start + length
-        if not end and content.strip(b"\0") and not _framed(head).startswith(content):  # not even a torn head
+        if not end and not _may_be_torn(content):
             raise JournalMismatch(f"{path}: expected the journal of {_head_of(head)}, found no journal", None)
         return end
 
 
 _NAME = 16
 """Bytes of a record's name."""
+
+
+_BEGINNING = pack([_HEAD, None])[:-1]
+"""First bytes of every head."""
+
+
+def _may_be_torn(content: bytes) -> bool:
+    """True if a file may be a journal whose head is not whole, or that a loss of power has filled with zeros."""
+    length, beginning = content[: _FRAME.size], content[_FRAME.size :][: len(_BEGINNING)]
+    return not any(length + beginning) or (not any(length[:1]) and _BEGINNING.startswith(beginning))
 
 
 def _framed(record: bytes) -> bytes:
@@ -278,19 +288,19 @@ class Journaling(Driver):
         return EnvResult(stepped=tuple(stepped), snap=_Gone(reference) if captures else None)  # type: ignore[arg-type]
 
     def reset_of(self, reset: Reset) -> Sequence[Any]:
-        """What the record of a reset is about."""
+        """Values that the record of a reset is about."""
         return "reset", reset.index, reset.task, reset.seed
 
     def start_of(self, run: LivePath) -> Sequence[Any]:
-        """What the record of a path's start is about."""
+        """Values that the record of a path's start is about."""
         return "start", run.tree.index, run.path.key, self.actions(run)
 
     def step_of(self, run: LivePath, action: Action) -> Sequence[Any]:
-        """What the record of an action is about."""
+        """Values that the record of an action is about."""
         return "step", run.tree.index, run.path.key, self.actions(run), action.text
 
     def turn_of(self, run: LivePath) -> Sequence[Any]:
-        """What the record of a decision is about."""
+        """Values that the record of a decision is about."""
         return "turn", run.tree.index, run.path.key, self.actions(run)
 
     def actions(self, run: LivePath) -> list[Any]:

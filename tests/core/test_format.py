@@ -91,7 +91,7 @@ def test_truth_values_that_nobody_wrote_come_back_as_numpy_takes_them():
 
 @pytest.mark.parametrize("kind", ["g", "G", np.dtype("g").newbyteorder(), np.dtype("G").newbyteorder()], ids=str)
 def test_equal_long_numbers_have_one_encoding(kind):
-    """Of their bytes some are padding, which holds what was in that memory before."""
+    """Some of their bytes are padding, which holds what was in that memory before."""
     if np.finfo(np.longdouble).nmant != 63:
         pytest.skip("long numbers have no padding on this machine")
     one = np.array([1, -2, 3], kind)

@@ -188,12 +188,19 @@ def envs() -> Iterator[Envs]:
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+def perhaps_held(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """Every snapshot taken; all have been released by the end of the test."""
     taken: list[Any] = []
     monkeypatch.setattr(jobs, "snapshot", lambda env: taken.append(snapshot(env)) or taken[-1])
     yield taken
-    assert taken and all(snap.released for snap in taken)
+    assert all(snap.released for snap in taken)
+
+
+@pytest.fixture
+def held(perhaps_held: list[Any]) -> Iterator[list[Any]]:
+    """Every snapshot taken, which must be some; all have been released by the end of the test."""
+    yield perhaps_held
+    assert perhaps_held
 
 
 def paths(trees: Iterable[RolloutTree]) -> dict[Any, Any]:

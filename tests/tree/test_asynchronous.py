@@ -22,6 +22,7 @@ from asynchronous_cases import (  # noqa: F401 - fixtures
     envs,
     forward,
     held,
+    perhaps_held,
     rolled,
     whole,
 )

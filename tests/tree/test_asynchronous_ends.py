@@ -20,6 +20,7 @@ from asynchronous_cases import (  # noqa: F401 - fixtures
     given_back,
     held,
     paths,
+    perhaps_held,
     rolled,
 )
 from failing_envs import Fragile
@@ -230,7 +231,7 @@ def test_after_the_timeout_of_a_rollout_what_has_not_ended_is_dropped(
 
 
 def test_after_the_timeout_no_environment_is_made_and_no_task_reset_to(
-    held: list[Any], monkeypatch: pytest.MonkeyPatch
+    perhaps_held: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Work under way ends: here the first step of the first path, while others wait for an environment."""
     begun, let_go = threading.Event(), threading.Event()
@@ -253,7 +254,7 @@ def test_after_the_timeout_no_environment_is_made_and_no_task_reset_to(
     assert (
         rolled(envs, forward, Schedule(2), tasks=range(9), max_live=4, retries=3, timeout=1.0, failures=failures) == []
     )
-    assert len(made) == 2 and len(held) <= 1
+    assert len(made) == 2 and len(perhaps_held) <= 1
     assert sum(failure.dropped for failure in failures) == 2 * 9 and {failure.task for failure in failures} == set(
         range(9)
     )

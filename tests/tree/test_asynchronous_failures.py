@@ -17,6 +17,7 @@ from asynchronous_cases import (  # noqa: F401 - fixtures
     envs,
     held,
     paths,
+    perhaps_held,
     rolled,
     whole,
 )

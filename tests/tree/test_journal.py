@@ -211,6 +211,23 @@ def test_the_journal_of_another_rollout_is_refused(tmp_path: Path) -> None:
         journal(tmp_path)
 
 
+@pytest.mark.parametrize("other", [False, True])
+def test_a_head_that_is_not_whole_begins_anew(tmp_path: Path, other: bool) -> None:
+    """Also that of another rollout, such as an update of other weights, and that of another process."""
+    Journal(tmp_path / "whole", head={"seed": 2, "weights": "ab" * 20}).close()
+    head = (tmp_path / "whole").read_bytes()
+    flipped = head[:-3] + bytes([head[-3] ^ 1]) + head[-2:]
+    for torn in (head[:-5], head[:-5] + bytes(5), head[:11], head[:5], flipped, bytes(4096) + head):
+        (tmp_path / "torn").write_bytes(torn)
+        (tmp_path / "mine").unlink(missing_ok=True)
+        if other:
+            kept = Journal(tmp_path / "mine", head={"seed": 3}, others=[tmp_path / "torn"])
+        else:
+            kept = Journal(tmp_path / "torn", head={"seed": 3})
+        kept.close()
+        assert kept.found == 0
+
+
 def test_a_file_that_is_no_journal_is_refused_and_stays(tmp_path: Path) -> None:
     (tmp_path / "update-0").write_text("notes of somebody")
     with pytest.raises(JournalMismatch, match=r"expected the journal of \{'seed': 3\}, found no journal"):

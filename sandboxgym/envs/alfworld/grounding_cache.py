@@ -224,13 +224,14 @@ class GroundingCache:
             write_atomic(path, content, durable=False)  # its checksum is compared when it is read
         except OSError as error:
             logger.debug("the game cache cannot be written: %s", error)
+            _full.add(str(self.directory))
             return
         if int(digest[:8], 16) % _WRITES_BETWEEN_SWEEPS == 0:  # without a counter that processes would have to share
             self.sweep()
 
     def takes_more(self) -> bool:
         """True if an entry that was read may be replaced by one with operators, which take time to encode."""
-        return os.access(self.directory, os.W_OK)
+        return str(self.directory) not in _full and os.access(self.directory, os.W_OK)
 
     def sweep(self) -> None:
         """Remove the least recently used entries until the rest fits, and the files of killed writers."""
@@ -252,6 +253,10 @@ class GroundingCache:
 
     def _path(self, digest: str) -> Path:
         return self.directory / f"{digest[:32]}-{_code_digest()}{_SUFFIX}"
+
+
+_full: set[str] = set()
+"""Directories that this process could not write to: on a full disk, say."""
 
 
 def default_cache() -> GroundingCache | None:
@@ -290,7 +295,7 @@ def _code_digest() -> str:
 
 
 def _seal(digest: str) -> bytes:
-    """What an entry belongs to, as its checksum covers it."""
+    """Game and version that an entry belongs to, as its checksum covers them."""
     return f"{digest}-{_code_digest()}\n".encode()
 
 

@@ -197,6 +197,7 @@ def test_a_job_that_is_started_again_continues_from_what_was_saved_or_begins_ane
     out.mkdir()
     (out / "metrics.jsonl").write_text("{}")  # of a run that was killed before it saved
     (out / "checkpoint.new").mkdir()
+    (out / "notes.txt").write_text("mine")
     trained(out, updates=1, resume_if_saved=True)
     trained(out, updates=2, resume_if_saved=True)
     (out / "checkpoint").rename(out / "checkpoint.old")  # killed while it put the new one in its place
@@ -205,6 +206,40 @@ def test_a_job_that_is_started_again_continues_from_what_was_saved_or_begins_ane
     assert steps == [1, 2, 3], "each update once"
     assert_same_weights(out, tmp_path / "whole")
     assert "resume" not in (out / "settings.yaml").read_text().replace("--resume", "")
+    assert (out / "notes.txt").read_text() == "mine"
+
+
+def test_a_job_that_is_started_again_keeps_what_it_begins_with(tmp_path: Path) -> None:
+    trained(tmp_path / "first", updates=1)
+    out = tmp_path / "run"
+    for log in ("", "{}"):  # a folder that holds no run; and the log of one that was killed before it saved
+        shutil.rmtree(out, ignore_errors=True)
+        (out / "trees").mkdir(parents=True)
+        (out / "trees" / "thesis.txt").write_text("mine")
+        (out / "metrics.jsonl").write_text(log)
+        shutil.copy(tmp_path / "first" / "demonstrations.jsonl", out)
+        settings: dict[str, Any] = {
+            "updates": 1,
+            "resume_if_saved": True,
+            "sft_data": str(out / "demonstrations.jsonl"),
+        }
+        if log:
+            with pytest.raises(ConfigError, match=r"resume_if_saved: would clear .*, which sft_data names"):
+                trained(out, **settings)
+        else:
+            trained(out, **settings)
+            assert (out / "checkpoint").is_dir()
+        assert (out / "trees" / "thesis.txt").exists() and (out / "demonstrations.jsonl").exists()
+
+
+@pytest.mark.parametrize("left", ["sft/x", "sft.old/x", "adapter/x", "results.json"])
+def test_what_was_learned_without_a_checkpoint_is_not_cleared(tmp_path: Path, left: str) -> None:
+    (tmp_path / left).parent.mkdir(exist_ok=True)
+    (tmp_path / left).write_text("{}")
+    (tmp_path / "metrics.jsonl").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds what a run has learned or measured, but no checkpoint"):
+        trained(tmp_path, updates=1, resume_if_saved=True)
+    assert (tmp_path / left).exists()
 
 
 def test_a_job_that_is_started_again_clears_nothing_that_was_learned(tmp_path: Path) -> None:

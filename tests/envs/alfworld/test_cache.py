@@ -167,9 +167,14 @@ def test_operators_are_not_encoded_where_they_cannot_be_written(
     assert transcript(compile_game(0, cache)) == transcript(compile_game(0, None))
 
 
-def test_games_are_played_without_a_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+def raising() -> str:
+    raise RuntimeError("could not determine the home directory")
+
+
+@pytest.mark.parametrize("answer", [raising, lambda: "~/.cache/sandboxgym"], ids=["now", "in older versions"])
+def test_games_are_played_without_a_home_directory(monkeypatch: pytest.MonkeyPatch, answer: Callable[[], str]) -> None:
     def homeless(*_: object, **__: object) -> str:
-        raise RuntimeError("could not determine the home directory")  # as platformdirs does
+        return answer()  # as platformdirs does
 
     monkeypatch.delenv("SANDBOXGYM_CACHE", raising=False)
     monkeypatch.setattr(platformdirs, "user_cache_dir", homeless)
@@ -198,6 +203,10 @@ def test_a_full_disk_leaves_nothing_behind(cache: GroundingCache, monkeypatch: p
     monkeypatch.setattr(os, "replace", full)
     compile_game(0, cache)
     assert entries(cache) == []
+    monkeypatch.undo()
+    compile_game(0, cache)
+    monkeypatch.setattr(Game, "_all_operators", None)  # not encoded again and again
+    assert transcript(compile_game(0, cache)) == transcript(compile_game(0, None))
 
 
 def test_the_entries_not_used_for_longest_go_first(tmp_path: Path) -> None:
