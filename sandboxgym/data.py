@@ -14,11 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
+class NoHomeDirectory(FileNotFoundError):
+    """The user has no home directory, and no variable names another one."""
+
+
 def data_dir() -> Path:
     """Root of the data sets. Not created here.
 
     Raises:
-        FileNotFoundError: neither the variable nor this user's home directory says where it is.
+        NoHomeDirectory: neither the variable nor this user's home directory says where it is.
     """
     return _root("SANDBOXGYM_DATA", "user_data_dir")
 
@@ -27,7 +31,7 @@ def cache_dir() -> Path:
     """Root of what can be made again. Not created here.
 
     Raises:
-        FileNotFoundError: as by `data_dir`.
+        NoHomeDirectory: as by `data_dir`.
     """
     return _root("SANDBOXGYM_CACHE", "user_cache_dir")
 
@@ -42,7 +46,7 @@ def _root(variable: str, kind: str) -> Path:
     except RuntimeError:
         found = Path("~")  # as its older versions return
     if not found.is_absolute():  # as in a container with any number as its user
-        raise FileNotFoundError(f"expected {variable} to name a directory, for this user has no home directory")
+        raise NoHomeDirectory(f"expected {variable} to name a directory, for this user has no home directory")
     return found
 
 
@@ -109,7 +113,7 @@ def find(dataset: DataSet) -> Path | None:
     """
     try:
         path = directory(dataset)
-    except FileNotFoundError:
+    except NoHomeDirectory:
         return None
     named = dataset.variable is not None and bool(os.environ.get(dataset.variable))
     if named:
@@ -120,5 +124,8 @@ def find(dataset: DataSet) -> Path | None:
 
 def parts_found(dataset: DataSet) -> list[str]:
     """Parts of a data set whose files are all present."""
-    root = directory(dataset)
+    try:
+        root = directory(dataset)
+    except NoHomeDirectory:
+        return []
     return [part for part, files in dataset.parts.items() if all(file.present(root) for file in files)]

@@ -105,9 +105,10 @@ def _run(name: str, arguments: list[str]) -> int:
 
 
 def _is_missing(error: Exception) -> bool:
-    """Check whether an error says that a package or a sandbox is missing here, and what to install."""
+    """Check whether an error says that a package, a sandbox or a directory is missing here, and what to do."""
     from gymnasium.error import DependencyNotInstalled
 
+    from sandboxgym.data import NoHomeDirectory
     from sandboxgym.sandbox.base import SandboxUnavailable
 
-    return isinstance(error, (DependencyNotInstalled, SandboxUnavailable))
+    return isinstance(error, (DependencyNotInstalled, SandboxUnavailable, NoHomeDirectory))

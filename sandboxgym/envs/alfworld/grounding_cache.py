@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 
 import msgpack
 
-from sandboxgym.data import cache_dir
+from sandboxgym.data import NoHomeDirectory, cache_dir
 from sandboxgym.envs.alfworld.grounding import Conditional, Grounding, Operator
 from sandboxgym.envs.alfworld.pddl import Atom, Domain
 from sandboxgym.system.atomic import is_temporary, write_atomic
@@ -263,7 +263,7 @@ def default_cache() -> GroundingCache | None:
     """The cache of this user; None without a home directory."""
     try:
         return GroundingCache()
-    except FileNotFoundError as error:
+    except NoHomeDirectory as error:
         logger.debug("games are not cached: %s", error)
         return None
 

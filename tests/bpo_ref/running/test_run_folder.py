@@ -218,16 +218,11 @@ def test_a_job_that_is_started_again_keeps_what_it_begins_with(tmp_path: Path) -
         (out / "trees" / "thesis.txt").write_text("mine")
         (out / "metrics.jsonl").write_text(log)
         shutil.copy(tmp_path / "first" / "demonstrations.jsonl", out)
-        settings: dict[str, Any] = {
-            "updates": 1,
-            "resume_if_saved": True,
-            "sft_data": str(out / "demonstrations.jsonl"),
-        }
         if log:
             with pytest.raises(ConfigError, match=r"resume_if_saved: would clear .*, which sft_data names"):
-                trained(out, **settings)
+                trained(out, updates=1, resume_if_saved=True, sft_data=str(out / "demonstrations.jsonl"))
         else:
-            trained(out, **settings)
+            trained(out, updates=1, resume_if_saved=True)
             assert (out / "checkpoint").is_dir()
         assert (out / "trees" / "thesis.txt").exists() and (out / "demonstrations.jsonl").exists()
 
