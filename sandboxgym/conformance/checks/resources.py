@@ -194,7 +194,7 @@ def _steady(
         finally:
             if not tracing:
                 tracemalloc.stop()
-        left = [str(entry.relative_to(path)) for entry in path.rglob("*")][:10]
+        left = [str(entry.relative_to(path)) for entry in processes.entries(path)][:10]
         left += sorted(doings.remaining())[:10]
     if growing:
         grown = "; ".join(f"{name} grew by {', '.join(map(str, steps))}" for name, steps in growing.items())
@@ -391,6 +391,7 @@ def killed_owner(subject: Subject, budget: Budget, rng: np.random.Generator) -> 
             (work / "ready").unlink()
             (work / "brief").write_text("")
             _held(work, variables, kill=False)
+            processes.until(lambda: not processes.marked("SANDBOXGYM_CONFORMANCE_MARK", mark), 15)
             usual = set(_left(temporary))  # what does not grow with the next crash: a lock, say
             (work / "ready").unlink()
             (work / "brief").unlink()
@@ -443,7 +444,8 @@ def _held(work: Path, variables: dict[str, str], *, kill: bool) -> None:
 
 
 def _left(path: Path) -> list[str]:
-    return sorted(str(entry.relative_to(path)) for entry in path.rglob("*") if "__pycache__" not in entry.parts)
+    below = processes.entries(path)
+    return sorted(str(entry.relative_to(path)) for entry in below if "__pycache__" not in entry.parts)
 
 
 def _command(pid: int) -> str:

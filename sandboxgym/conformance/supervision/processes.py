@@ -26,11 +26,16 @@ def held(folder: Path | None = None) -> dict[str, int]:
     if (PROC / "self/fd").is_dir():
         found["open descriptors"] = len(os.listdir("/proc/self/fd"))
     if folder is not None:
-        files = [file for file in folder.rglob("*") if file.is_file() or file.is_symlink()]
-        found["temporary files"] = len(files)
-        found["temporary folders"] = sum(1 for entry in folder.rglob("*") if entry.is_dir())
+        below = entries(folder)
+        found["temporary files"] = sum(1 for entry in below if entry.is_file() or entry.is_symlink())
+        found["temporary folders"] = sum(1 for entry in below if entry.is_dir())
         found["mounts in the temporary folder"] = len(mounts_under(folder))
     return found
+
+
+def entries(folder: Path) -> list[Path]:
+    """Files and folders below a folder, without those that another process deletes meanwhile."""
+    return [Path(above, name) for above, folders, files in os.walk(folder) for name in (*folders, *files)]
 
 
 def resident() -> int:
