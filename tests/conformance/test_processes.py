@@ -21,7 +21,7 @@ def test_entries_are_those_of_every_level(tmp_path):
 
 
 def test_folders_that_are_deleted_meanwhile_are_no_error(tmp_path):
-    """A process that outlives its owner deletes the owner's files: what is counted then may be gone when looked into."""
+    """What outlives an owner deletes its files: a folder that was counted may be gone when it is looked into."""
     (tmp_path / "stays").mkdir()
     over = threading.Event()
 
