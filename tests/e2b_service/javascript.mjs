@@ -61,7 +61,7 @@ found.signed = (await fetch(await sandbox.downloadUrl('notes/b', { useSignatureE
 
 const page = await Sandbox.list({ query: { metadata: { of: 'javascript' } } }).nextItems()
 found.list = page.map((info) => [info.sandboxId === sandbox.sandboxId, info.state])
-await sandbox.setTimeout(60_000)
+await sandbox.setTimeout(1_000_000)
 const info = await sandbox.getInfo()
 found.seconds = (info.endAt - Date.now()) / 1000
 found.running = await sandbox.isRunning()

@@ -43,7 +43,7 @@ def test_its_calls_have_the_results_that_it_documents(library: str, tmp_path: Pa
         own.end()
     assert own.leftovers() == []
     seconds = found.pop("seconds")
-    assert 50 < seconds <= 61, seconds
+    assert 500 < seconds <= 1001, seconds  # until it ends: fewer by what it took to ask
     forks = [["first", [True] if live else []], ["text é", [True] if live else []]]
     assert found == {
         "version": found["version"],

@@ -73,9 +73,9 @@ def test_what_a_run_leaves_ends_with_it_or_goes_on(home: Sandbox, kind: str) -> 
 
 def test_a_run_ends_with_its_command_not_with_its_pipe(home: Sandbox) -> None:
     began = time.monotonic()
-    assert home.run("sleep 50 & echo started").output == "started\n"
+    assert home.run("sleep 1000 & echo started").output == "started\n"
     assert home.run("exec >&- 2>&-; (exit 4)").exit_code == 4
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 400
 
 
 def test_output_of_a_run_is_bounded(make: Maker) -> None:

@@ -251,7 +251,7 @@ def test_tokens_from_prefix_caches_are_counted_where_servers_tell() -> None:
         assert (session.prefilled, session.reused) == (sum(lengths) - 4, 4)
 
 
-@pytest.mark.parametrize("fault", [Fault(latency=60.0), Fault(trickle=True)], ids=["silent", "byte by byte"])
+@pytest.mark.parametrize("fault", [Fault(latency=500.0), Fault(trickle=True)], ids=["silent", "byte by byte"])
 def test_a_server_that_does_not_answer_in_time_is_asked_again(fault: Fault) -> None:
     model = llama()
     with FakeServer(model, fault=lambda number: fault) as server:
@@ -259,7 +259,7 @@ def test_a_server_that_does_not_answer_in_time_is_asked_again(fault: Fault) -> N
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"no answer to /inference/v1/generate within 0.4 s; asked 2 times"):
             session.generate([0], streams(1))
-        assert time.monotonic() - began < 30
+        assert time.monotonic() - began < 400
         wait_until(lambda: len(server.requests) == 2)
 
 
@@ -277,13 +277,13 @@ def test_a_late_answer_is_not_taken_for_the_next_ones() -> None:
 
 def test_the_first_error_does_not_wait_for_slow_answers() -> None:
     model = llama()
-    fault = Fault(status=400, body=b"no such thing"), Fault(latency=30.0)
+    fault = Fault(status=400, body=b"no such thing"), Fault(latency=500.0)
     with FakeServer(model, fault=lambda number: fault[number % 2]) as server:
-        session = session_of(fleet_of(server, seconds=60.0), model, [[5], [6]])
+        session = session_of(fleet_of(server, seconds=480.0), model, [[5], [6]])
         began = time.monotonic()
         with pytest.raises(EngineError, match=r"refuses.*no such thing"):
             session.generate([0, 1], streams(2))
-        assert time.monotonic() - began < 25
+        assert time.monotonic() - began < 400
 
 
 def test_the_next_server_is_asked_where_one_has_died() -> None:

@@ -392,8 +392,8 @@ def test_a_background_job_that_prints_later_confuses_nothing(box: Sandbox) -> No
 
 def test_a_background_job_that_holds_the_terminal_does_not_hold_the_command(box: Sandbox) -> None:
     began = time.monotonic()
-    assert box.execute("sleep 50 & echo started").output == "started\n"
-    assert time.monotonic() - began < 20
+    assert box.execute("sleep 1000 & echo started").output == "started\n"
+    assert time.monotonic() - began < 400
 
 
 def test_what_was_typed_ahead_is_not_run(box: Sandbox) -> None:
