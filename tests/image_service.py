@@ -51,7 +51,7 @@ class Service:
         self.process = subprocess.Popen(
             [program, "serve", str(folder / "settings.yml")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while True:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/").close()

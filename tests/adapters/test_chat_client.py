@@ -151,7 +151,7 @@ def test_abort_ends_what_is_under_way_and_what_comes_later():
 
         thread = threading.Thread(target=ask)
         thread.start()
-        assert asked.wait(60)
+        assert asked.wait(300)
         asking.abort()
         thread.join(60)
         assert not thread.is_alive() and isinstance(raised[0], Aborted)

@@ -223,7 +223,7 @@ def test_a_start_that_is_given_up_leaves_no_sandbox(trial: Any, monkeypatch: pyt
 
     def slowly() -> None:
         begun.set()
-        assert go_on.wait(60)
+        assert go_on.wait(300)
         start()
         made.append(trial._sandbox)
 

@@ -293,7 +293,7 @@ def test_a_command_that_runs_in_a_sandbox_ends_with_the_server_and_leaves_no_fil
         env.reset(task="ledger-totals")
         stepping = threading.Thread(target=fails, args=(env, f"{sleep} & {sleep}"))
         stepping.start()
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while not running(sleep):
             assert time.monotonic() < end
             time.sleep(0.05)

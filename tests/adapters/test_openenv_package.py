@@ -183,7 +183,7 @@ def test_our_client_plays_on_a_server_of_openenv(python: str) -> None:
     outside = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     process = subprocess.Popen([python, "-c", THEIR_SERVER, str(port)], env=outside, cwd="/")
     try:
-        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 120
+        url, end = f"http://127.0.0.1:{port}", time.monotonic() + 300
         while True:
             try:
                 env = Client(url, timeout=30)

@@ -318,7 +318,7 @@ def nan(answer: dict[str, Any]) -> None:
     place(answer)["logprob"] = math.nan
 
 
-def wait_until(true: Callable[[], bool], seconds: float = 120.0) -> None:
+def wait_until(true: Callable[[], bool], seconds: float = 300.0) -> None:
     end = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < end

@@ -272,7 +272,7 @@ def test_turns_asked_for_one_by_one_are_those_asked_for_together() -> None:
 
     def waiting(number: int) -> Fault:
         if number >= 16:
-            all_are_there.wait(60)  # nobody waits for another's answer
+            all_are_there.wait(300)  # nobody waits for another's answer
         return Fault()
 
     with FakeServer(model, fault=waiting) as server:
@@ -294,7 +294,7 @@ def test_no_more_requests_than_allowed_wait_at_once(monkeypatch: pytest.MonkeyPa
         with lock:
             waiting[0] += 1
             most[0] = max(most[0], waiting[0])
-        as_many_as_allowed.wait(60)
+        as_many_as_allowed.wait(300)
         time.sleep(0.3)  # in which others would come
         with lock:
             waiting[0] -= 1

@@ -107,7 +107,7 @@ def test_a_killed_download_goes_on_in_the_next_process(run, toy, server, tmp_pat
     process = subprocess.Popen([sys.executable, "-c", script], cwd=tmp_path, env=env, stderr=subprocess.DEVNULL)
     part = toy / ".downloads" / "games.zip.part"
     half = len(server.content["games.zip"]) // 2
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     try:
         while not part.exists() or part.stat().st_size < half // 2:
             assert process.poll() is None and time.monotonic() < deadline

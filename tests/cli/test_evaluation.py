@@ -227,9 +227,9 @@ def test_a_killed_run_is_continued_and_gives_what_an_uninterrupted_one_gives(her
         assert whole.wait(120) == 0, whole.stderr.read()
         enough.clear(), go_on.clear(), stub.requests.clear()
         killed = process(here, *arguments, *where, "--out", "killed", start_new_session=True)
-        assert enough.wait(60)
+        assert enough.wait(300)
         os.killpg(killed.pid, signal.SIGKILL)
-        killed.wait(60)
+        killed.wait(300)
         go_on.set()
         stub.settle()
         before = len(lines(here / "killed"))
@@ -238,12 +238,12 @@ def test_a_killed_run_is_continued_and_gives_what_an_uninterrupted_one_gives(her
             file.write(b'{"task": 1, "sample": ')  # as if it had been killed while it wrote
         asked = len(stub.requests)
         again = process(here, *arguments, *where, "--out", "killed")
-        out, err = again.communicate(timeout=120)
+        out, err = again.communicate(timeout=300)
         assert again.returncode == 0 and f"{before} of 48 episodes are there" in err, err
         assert len(stub.requests) - asked == 3 * (48 - before), "what was there is not asked again"
         stub.requests.clear()
         once_more = process(here, *arguments, *where, "--out", "killed")
-        assert once_more.communicate(timeout=120)[0] == out and not stub.requests
+        assert once_more.communicate(timeout=300)[0] == out and not stub.requests
     one, other = results(here / "whole"), results(here / "killed")
     assert one["summary"] == other["summary"] and one["settings"] == other["settings"]
     keys = [(record["task"], record["sample"]) for record in lines(here / "killed")]
@@ -258,19 +258,19 @@ def test_an_interruption_is_130_and_can_be_continued(here):
     def holds(request: Any) -> Any:
         if len(stub.requests) > 12:
             held.set()
-            hold.wait(60)
+            hold.wait(300)
         return answer(request)
 
     with chat_stub(holds) as stub:
         running = process(here, *arguments, "--base-url", stub.url)
-        assert held.wait(60)
+        assert held.wait(300)
         running.send_signal(signal.SIGINT)
-        out, err = running.communicate(timeout=60)
+        out, err = running.communicate(timeout=300)
         assert running.returncode == 130 and "the same command continues" in err and "Traceback" not in err, err
         assert "UNFINISHED" in out and "| – " not in out, "tasks that were not played have no line"
         hold.set()
         again = process(here, *arguments, "--base-url", stub.url)
-        assert again.wait(60) == 0
+        assert again.wait(300) == 0
     assert results(here / "o")["summary"]["ended"] == 24
 
 
@@ -291,7 +291,7 @@ def test_a_full_disk_is_said_and_what_was_written_of_a_line_is_no_record(here):
         assert "File too large" in full.stderr and "The same command continues" in full.stderr
         assert 0 < len(lines(here / "o")) < 12
         again = process(here, *arguments, "--base-url", stub.url)
-        assert again.wait(60) == 0, again.stderr.read()
+        assert again.wait(300) == 0, again.stderr.read()
     assert results(here / "o")["summary"]["ended"] == 12
 
 
@@ -345,17 +345,17 @@ def test_two_processes_do_not_share_a_folder(here, run):
 
     def holds(request: Any) -> Any:
         held.set()
-        hold.wait(60)
+        hold.wait(300)
         return answer(request)
 
     with chat_stub(holds) as stub:
         arguments = ("quiz_env:Quiz", "--base-url", stub.url, "--model", "m", "--out", "o")
         first = process(here, *arguments)
-        assert held.wait(60)
+        assert held.wait(300)
         second = process(here, *arguments)
-        assert second.wait(60) == 1 and "another process is evaluating into o" in second.stderr.read()
+        assert second.wait(300) == 1 and "another process is evaluating into o" in second.stderr.read()
         hold.set()
-        assert first.wait(60) == 0
+        assert first.wait(300) == 0
     assert results(here / "o")["summary"]["ended"] == 12
 
 

@@ -33,7 +33,7 @@ def test_serves_until_interrupted(server):
     with urllib.request.urlopen(f"{found[1]}/start?goal=499", timeout=120) as answer:
         assert answer.status == 200 and b"Instruction:" in answer.read()
     server.send_signal(signal.SIGINT)
-    assert server.communicate(timeout=120) == ("", "") and server.returncode == 0
+    assert server.communicate(timeout=300) == ("", "") and server.returncode == 0
     with pytest.raises(OSError), socket.create_connection(("127.0.0.1", int(found[2])), timeout=5):
         pass
 

@@ -198,7 +198,7 @@ sys.exit(main(["swebench", "prepare", "--jobs", "2", "--backend", "copy", "--all
     assert process.stdout is not None
     assert process.stdout.readline() == "one\n"
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    _, said = process.communicate(timeout=300)
     assert process.returncode == 130 and "interrupted" in said and "Traceback" not in said
     assert not [path.name for path in prepared.directory().iterdir() if path.name[0] == "."]
     left = [path.name for path in (own_directories / "runtime").iterdir() if path.name[0] != "."]

@@ -214,7 +214,7 @@ def test_a_killed_run_leaves_nothing(killed, tmp_path, monkeypatch):
     assert folder in Path(told.read_text()).parents
     children = supervised.offspring(process.pid)
     os.kill(next(each for each in children if runs(each)) if killed == "the run" else process.pid, signal.SIGKILL)
-    assert process.wait(60) == (1 if killed == "the run" else -signal.SIGKILL)
+    assert process.wait(300) == (1 if killed == "the run" else -signal.SIGKILL)
     if inside:
         assert folder.exists()
         run_directories.reap(temporary / f"sandboxgym-{os.getuid()}")
@@ -235,7 +235,7 @@ def runs(pid):
     return "python" in Path(f"/proc/{pid}/comm").read_text()
 
 
-def until(condition, seconds=120):
+def until(condition, seconds=300):
     end = time.monotonic() + seconds
     while not (met := condition()) and time.monotonic() < end:
         time.sleep(0.1)

@@ -72,7 +72,7 @@ def test_a_command_ends_at_the_time_limit_and_not_with_its_client(e2b: Any, box:
     handle = box.commands.run(COUNT, background=True)
     handle.disconnect()
     assert numbers(box.commands.connect(handle.pid), 3)
-    end = time.monotonic() + 60  # the client gives up by its own clock, maybe before the server ends the command
+    end = time.monotonic() + 300  # the client gives up by its own clock, maybe before the server ends the command
     while (listed := [info.args[-1] for info in box.commands.list()]) != [COUNT] and time.monotonic() < end:
         time.sleep(0.02)
     assert listed == [COUNT]

@@ -43,7 +43,7 @@ def nothing_left(nodes: Nodes) -> Iterator[None]:
     until(lambda: not nodes.left())  # of the test before
     before = nodes.settled_traces()
     yield
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while (now := nodes.traces()) != before and time.monotonic() < deadline:
         time.sleep(0.2)
     assert now == before

@@ -141,7 +141,7 @@ class Nodes:
 
     def settled_traces(self) -> dict[str, Any]:
         """Traces, once what was there before has come to rest: Ray forgets actors and objects some time later."""
-        deadline, found = time.monotonic() + 60, self.traces()
+        deadline, found = time.monotonic() + 300, self.traces()
         while True:
             time.sleep(1.0)
             if (now := self.traces()) == found:
@@ -174,7 +174,7 @@ class Nodes:
     def end(self) -> None:
         ray.shutdown()
         self.cluster.shutdown()
-        self.sandboxes.reap().wait(60)  # of what was killed
+        self.sandboxes.reap().wait(300)  # of what was killed
         shutil.rmtree(self.sandboxes.path, ignore_errors=True)
 
 
@@ -221,7 +221,7 @@ def await_all(envs: RayEnvs) -> None:
     Those that were placed on a node that is gone are asked for anew. On a busy machine a node may be seen so late that
     all workers begin on another one: then some are moved, and one that is being left is not replaced if it dies.
     """
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while True:
         if len(envs._running()) >= len(set(envs._present()) - set(envs._leaving)):
             envs.tend()
@@ -245,7 +245,7 @@ class At:
         return self.decide(contexts)  # type: ignore[no-any-return]
 
 
-def until(condition: Any, seconds: float = 120.0) -> None:
+def until(condition: Any, seconds: float = 300.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline

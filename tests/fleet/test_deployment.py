@@ -108,7 +108,7 @@ def node(variables: Mapping[str, str], *arguments: str, host: Sequence[str] = ()
             yield
         finally:
             running.terminate()
-            running.wait(60)
+            running.wait(300)
             print(os.pread(said.fileno(), 9999, 0).decode(errors="replace"))  # shown if the test fails
 
 

@@ -50,7 +50,7 @@ def run(backend: OverlayBackend, command: str, **arguments: Any) -> tuple[int | 
     output = b""
     while part := os.read(process.output, 1 << 16):
         output += part
-    code = process.wait(60)
+    code = process.wait(300)
     process.close()
     return code, output.decode(errors="replace").rstrip("\n")
 

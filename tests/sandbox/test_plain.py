@@ -55,7 +55,7 @@ def run(backend: CopyBackend, command: str, **options: object) -> tuple[int, str
     assert process.output is not None
     with os.fdopen(os.dup(process.output), "rb") as stream:
         output = stream.read().decode()
-    status = process.wait(60)
+    status = process.wait(300)
     process.close()
     assert status is not None
     return status, output
@@ -120,7 +120,7 @@ def test_a_terminal_is_the_controlling_one_and_does_not_echo(backend: CopyBacken
     shown = b""
     while b"200" not in shown:
         shown += os.read(process.terminal, 4096)
-    assert process.wait(60) == 3
+    assert process.wait(300) == 3
     assert b"to-42" in shown and b"$((40+2))" not in shown
     process.close()
 

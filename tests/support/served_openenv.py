@@ -65,7 +65,7 @@ class Server:
         return len(list(self.folder.iterdir())) - 1
 
     def wait_for_live(self, count: int) -> None:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 300
         while self.live() != count:
             assert time.monotonic() < end, f"expected {count} environments, found {self.live()}: {self.log}"
             time.sleep(0.02)

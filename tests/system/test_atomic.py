@@ -182,7 +182,7 @@ def test_who_waits_for_a_lock_is_told(tmp_path: Path) -> None:
     with file_lock(tmp_path / "lock", waiting=lambda: order.append("waited")):
         thread = threading.Thread(target=second)
         thread.start()
-        assert told.wait(60)
+        assert told.wait(300)
         order.append("first")
     thread.join()
     assert order == ["first", "second"]

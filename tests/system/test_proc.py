@@ -53,7 +53,7 @@ def test_a_thread_has_a_state_of_its_own() -> None:
     thread = threading.Thread(target=work)
     thread.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(300)
         assert proc.stat(os.getpid(), numbers[0]).name == "worker" != proc.stat(os.getpid()).name
         assert proc.stat(os.getpid()).threads >= 2
     finally:

@@ -46,7 +46,7 @@ def pool(place: Path) -> Iterator[PooledEnvs]:
         yield made
 
 
-def waited(condition: Callable[[], bool], seconds: float = 120.0) -> bool:
+def waited(condition: Callable[[], bool], seconds: float = 300.0) -> bool:
     """True once a condition holds."""
     deadline = time.monotonic() + seconds
     while not condition() and time.monotonic() < deadline:
@@ -311,7 +311,7 @@ def test_a_slow_store_is_not_waited_for_and_what_was_dropped_is_not_written(
 
     def slow(self: SnapshotStore, *args: Any, **kwargs: Any) -> Any:
         began.append(kwargs["name"])
-        assert go_on.wait(60)
+        assert go_on.wait(300)
         return put(self, *args, **kwargs)
 
     monkeypatch.setattr(SnapshotStore, "put", slow)

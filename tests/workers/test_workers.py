@@ -323,7 +323,7 @@ os.wait()
 print([worker.call(0, "step", "alive")[0] for worker in workers])
 """
     with owner(code) as process:
-        output, _ = process.communicate(timeout=120)
+        output, _ = process.communicate(timeout=300)
     assert output == "['alive 2', 'alive 2']\n"
 
 

@@ -125,7 +125,7 @@ def batch(tasks: Sequence[int] = (0, 1, 2), **more: Any) -> Batch:
 
 def until_settled(queue: Queue, uids: Sequence[str]) -> list[str]:
     """Last status of the prompts, once each of them has one that is final."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not all(queue.statuses.get(uid, [""])[-1] in ("finished", "failure") for uid in uids):
         assert time.monotonic() < deadline
         time.sleep(0.01)

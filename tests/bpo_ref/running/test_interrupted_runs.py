@@ -150,7 +150,7 @@ def test_a_crash_between_the_renames_of_a_save_is_mended(tmp_path: Path, finishe
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_a_killed_process_resumes_bitwise(finished: Path, tmp_path: Path, number: signal.Signals) -> None:
     process = forked.start([str(TRAIN), "--config", str(config_file(tmp_path)), "--out", str(tmp_path)], ENVIRONMENT)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (tmp_path / "checkpoint").exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(number)

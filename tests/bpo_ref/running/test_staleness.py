@@ -191,7 +191,7 @@ def test_sampling_beside_the_update_gives_what_sampling_before_it_does(
 
         def after(*given: Any) -> Any:
             if threading.current_thread() is not threading.main_thread():
-                held.append(moved.wait(60))
+                held.append(moved.wait(300))
                 moved.clear()
             return sample(*given)
 
@@ -225,7 +225,7 @@ def test_a_server_that_is_started_again_beside_an_update_gets_the_weights_before
 
             def restarted(*given: Any, sample: Any = sample, moved: Any = moved, server: Any = server) -> Any:
                 if threading.current_thread() is not threading.main_thread() and not moved.is_set():
-                    assert moved.wait(60)
+                    assert moved.wait(300)
                     server.stop()
                     server.start()
                 return sample(*given)

@@ -146,7 +146,7 @@ def test_no_request_waits_for_another() -> None:
     all_are_there = threading.Barrier(16)
 
     def waiting(number: int) -> Fault:
-        all_are_there.wait(60)
+        all_are_there.wait(300)
         return Fault()
 
     with FakeServer(model, fault=waiting) as server:

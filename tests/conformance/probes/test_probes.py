@@ -85,7 +85,7 @@ class Sandbox(gym.Env[str, str]):
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        output = process.communicate(timeout=60)[0].decode(errors="replace")
+        output = process.communicate(timeout=300)[0].decode(errors="replace")
         self.after_command(process.pid)
         folder, _, variables = saved.read_bytes().partition(b"\n")
         saved.unlink()

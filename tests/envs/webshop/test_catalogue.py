@@ -460,7 +460,7 @@ def test_what_a_killed_builder_leaves_is_removed_by_the_next(generated, tmp_path
         patch.setattr(catalogue_store, "_build", hang)
         process = context.Process(target=catalogue_store.open_store, args=(find_files(generated), stores))
         process.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not list(stores.glob(".catalogue-*/records.bin")):
             assert time.monotonic() < deadline
             time.sleep(0.01)

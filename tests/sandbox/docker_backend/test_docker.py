@@ -74,7 +74,7 @@ def run(backend: DockerBackend, command: str, **options: Any) -> tuple[int, str]
     chunks = []
     while chunk := os.read(process.output, 1 << 16):
         chunks.append(chunk)
-    status = process.wait(60)
+    status = process.wait(300)
     process.close()
     assert status is not None
     return status, b"".join(chunks).decode()
@@ -121,7 +121,7 @@ def test_output_status_environment_and_directory(backend: DockerBackend, monkeyp
     assert "12345" not in output and "IMAGE_SAYS" not in output
     assert run(backend, "exit", cwd="/no/such")[0] == 126
     missing = backend.spawn(["no-such-program"], env=PATH)
-    assert missing.wait(60) == 127
+    assert missing.wait(300) == 127
     missing.close()
 
 
@@ -151,7 +151,7 @@ def test_a_terminal(backend: DockerBackend) -> None:
     shown = b""
     while chunk := os.read(process.terminal, 4096):
         shown += chunk
-    assert process.wait(60) == 3
+    assert process.wait(300) == 3
     lines = shown.decode().replace("\r", "").splitlines()
     assert "/dev/pts/0" in lines and "24 200" in lines and "to-42" in lines
     assert b"$((40+2))" not in shown
@@ -200,7 +200,7 @@ def test_an_ordinary_user_kills_through_the_daemon(backend: DockerBackend, monke
     process = backend.spawn(["sleep", "326"], env=PATH)
     until(lambda: [info.command for info in backend.processes()] == ["sleep 326"])
     process.kill()
-    assert process.wait(60) == 128 + signal.SIGKILL
+    assert process.wait(300) == 128 + signal.SIGKILL
     process.close()
 
 

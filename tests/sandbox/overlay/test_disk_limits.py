@@ -231,7 +231,7 @@ def enforce(
 
 def ended(backend: OverlayBackend) -> bool:
     """True if a box was killed, which takes a moment."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     note = Path(backend.container.layer.path, accountant.FULL)  # type: ignore[union-attr]
     while note.exists() and backend.live and time.monotonic() < deadline:
         time.sleep(0.01)

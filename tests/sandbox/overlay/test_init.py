@@ -38,13 +38,13 @@ def ends(argv, **arguments):
             output += part
     except OSError:  # the end of a terminal
         pass
-    result = [process.wait(60), output.decode()]
+    result = [process.wait(300), output.decode()]
     process.close()
     return result
 
 
 def left():
-    end = time.monotonic() + 60  # they were killed, which takes a moment
+    end = time.monotonic() + 300  # they were killed, which takes a moment
     while (found := [info.command for info in backend.processes()]) and time.monotonic() < end:
         time.sleep(0.01)
     return found

@@ -93,7 +93,7 @@ def test_a_fork_bomb_can_be_killed_and_the_box_goes_on(make: Maker) -> None:
     )
     time.sleep(0.3)
     bomb.kill()
-    assert bomb.wait(60) == 137
+    assert bomb.wait(300) == 137
     for _ in range(100):
         backend.kill(info.pid for info in backend.processes())
         if not backend.processes():
@@ -116,7 +116,7 @@ def test_a_box_that_fills_the_disk_is_ended_and_says_why(make: Maker) -> None:
     sh(other, "head -c 1M /dev/zero > /f")
     tree = backend.base()
     run(backend, "for i in {1..10000}; do head -c 1M /dev/zero > /f$i; sleep 0.02; done")
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while backend.live and time.monotonic() < deadline:
         time.sleep(0.05)
     with pytest.raises(SandboxFull, match="8,388,608 are allowed"):
@@ -154,7 +154,7 @@ def test_groups_go_with_their_boxes(make: Maker) -> None:
     for backend in made:
         backend.close()
     runtime().settle()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while any(os.path.exists(path) for path in used) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(os.path.exists(path) for path in used)

@@ -205,7 +205,7 @@ def test_a_process_gets_what_it_is_given_and_no_more(box: OverlayBackend) -> Non
     process = box.spawn(["env"], env={"PATH": "/usr/bin", "A": "b\nc"}, cwd="/old")
     assert process.output is not None and process.terminal is None
     assert os.read(process.output, 1000) == b"PATH=/usr/bin\nA=b\nc\n"
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
     process.close()
     assert sh(box, "pwd; umask; ls /proc/self/fd", cwd="/old").split() == ["/old", "0022", "0", "1", "2", "3"]
     assert sh(box, "trap", cwd="/") == ""
@@ -250,7 +250,7 @@ def test_a_terminal_controls_its_session(box: OverlayBackend) -> None:
         assert process.terminal is not None
         os.write(process.terminal, text)
         seen = b""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while expected not in seen:
             assert time.monotonic() < deadline, seen
             if select.select([process.terminal], [], [], 0.1)[0]:
@@ -262,7 +262,7 @@ def test_a_terminal_controls_its_session(box: OverlayBackend) -> None:
     answer(b"\x03", b"> ")
     answer(b"echo $?\n", b"130\r\n")
     os.write(process.terminal, b"exit 4\n")
-    assert process.wait(60) == 4
+    assert process.wait(300) == 4
     process.close()
 
 
@@ -274,7 +274,7 @@ def test_what_a_process_started_ends_with_it(box: OverlayBackend) -> None:
     assert process.wait(0) is None
     assert process.pid in {info.pid for info in box.processes()}
     process.kill()
-    assert process.wait(60) == 137
+    assert process.wait(300) == 137
     process.kill()
     process.close()
     process.close()
@@ -541,7 +541,7 @@ def test_closing_ends_everything_and_can_be_repeated(make: Maker, rootless: bool
     pid = process.pid
     backend.close()
     backend.close()
-    assert process.wait(60) == 137
+    assert process.wait(300) == 137
     assert not backend.live and not os.path.exists(f"/proc/{pid}")
     runtime().settle()
     assert not layer.exists() and not control.exists()

@@ -132,7 +132,7 @@ def until_remembered(env: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         boxes.RepositoryBox, "run", lambda self, command, **more: reads.append(command) or run(self, command, **more)
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while True:
         reads.clear()
         env.step("true")

@@ -560,7 +560,7 @@ def running(processes: list[int]) -> list[int]:
 
 
 def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         if time.monotonic() > deadline:
             return False
@@ -593,7 +593,7 @@ def test_nothing_is_left_however_the_process_ends(
         elif end == "drops":
             assert "MainThread" in child.stdout.readline()
             child.stdin.close()
-        child.wait(60)
+        child.wait(300)
     assert wait_until(lambda: not running(family))
 
     def clean() -> bool:
