@@ -274,7 +274,10 @@ class Sandbox:
 
         Where processes are captured, only if something is known to be in the way; that comes first.
         """
-        lost = self._beside_files()
+        if self._check_open() or self._waiting:
+            return ()
+        self._live()
+        lost = (*self._readable_state()[1], *self._beside_files(), *self.backend.losses())
         if not lost or self.mode == "filesystem":
             return lost
         obstacles = self._obstacles()

@@ -158,6 +158,8 @@ def _add(archive: tarfile.TarFile, path: str, name: str, linked: dict[tuple[int,
     info.mode, info.uid, info.gid = stat.S_IMODE(status.st_mode), status.st_uid, status.st_gid
     if rootless:  # the one user there is is root inside
         info.uid = info.gid = 0
+    if not stat.S_ISDIR(status.st_mode):
+        info.mode &= ~_SPECIAL_BITS
     info.mtime = int(status.st_mtime)
     headers = {"mtime": str(status.st_mtime_ns)}
     content: IO[bytes] | None = None
@@ -177,7 +179,6 @@ def _add(archive: tarfile.TarFile, path: str, name: str, linked: dict[tuple[int,
         info.type = tarfile.FIFOTYPE
     elif stat.S_ISREG(status.st_mode):
         first = linked.setdefault((status.st_dev, status.st_ino), name)
-        info.mode &= ~_SPECIAL_BITS
         if first != name:
             info.type, info.linkname, headers = tarfile.LNKTYPE, first, {}
         else:

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from pexpect.fdpexpect import fdspawn
 
 ARGV = ("bash", "--norc", "--noprofile", "--noediting", "-i")
-READY = "ready"
-"""The nonce of the reports of a bash that has just started."""
+READY, PARTIAL = "ready", "partial"
+"""The nonces of the reports of a bash that has just started, with all of its state or with what comes before a line
+that bash gave up at."""
 MAX_STATE = 4 * 2**20
 """Bytes of a shell's whole state above which it is not read: as a script, it may take twenty times as much."""
 
@@ -55,7 +56,9 @@ _RESUME = b'\\__sg_unfinished;"${__sg_then[@]}"\n'
 _TIOCSIG = 0x40045436 if os.uname().sysname == "Linux" else 0x2000745F
 _CHUNK = 1 << 16
 _MAX_LIMITS = 1 << 16  # bytes that ``ulimit -Sa`` prints
-_REPORT = re.compile(rb"([0-9a-f]{16}|%b) (end|syntax|state|answer) ([0-9]{1,3})\Z" % READY.encode())
+_REPORT = re.compile(
+    rb"([0-9a-f]{16}|%b|%b) (end|syntax|state|answer) ([0-9]{1,3})\Z" % (READY.encode(), PARTIAL.encode())
+)
 _LONGEST_REPORT = 64
 _LINE = 256  # typed at once: less than a terminal takes without anybody reading
 _READS_LINE = re.compile(rb"[0-9]+ 0x0 0x[0-9a-f]+ 0x400 ")  # bash reads lines in these pieces, `read` in others
@@ -121,7 +124,8 @@ class BashProcess:
         self._modes = _modes(process.terminal)
         self._received = b""
         self._limits: Mapping[str, bytes] | None = None
-        self._typed = f". {shlex.quote(inside + '/init')} >/dev/null 2>&1\n".encode()
+        # What the state holds may end the first line; the second does nothing if all of it was read.
+        self._typed = f". {shlex.quote(inside + '/init')} >/dev/null 2>&1\n".encode() + _RESUME
 
     @classmethod
     def restored(cls, backend: Backend, process: Process, connection: Connection) -> BashProcess:
@@ -215,6 +219,16 @@ class BashProcess:
             return False
         read = self._bytes_read()
         return read is not None and read >= self._goal
+
+    def robbed(self) -> bool:
+        """True if the bash waits for a line that was typed already. False where the kernel does not show that.
+
+        It sleeps, which it does not while there is something to read for it.
+        """
+        if self._prompt is None or self._goal is None or self._typed or self._system_call() != self._prompt:
+            return False
+        read = self._bytes_read()
+        return read is not None and read < self._goal and process_table.state(self.process.pid or 0) == "S"
 
     def wake(self) -> None:
         """Continue the bash if a signal stopped it: it has no parent that would."""
@@ -401,6 +415,7 @@ def _init(directory: str, state: ShellState | None) -> bytes:
         [
             _source().replace(b"@DIR@", place),
             b"ulimit -Sa >%s/limits" % place,
+            b"__sg_nonce=" + PARTIAL.encode(),
             state.script() if state else b"",
             b"__sg_nonce=" + READY.encode(),
             _RESUME,

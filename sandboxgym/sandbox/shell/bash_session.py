@@ -43,7 +43,7 @@ from sandboxgym.sandbox.base import (
 )
 from sandboxgym.sandbox.process_table import descriptor_target, state
 from sandboxgym.sandbox.shell.aftermath import Moment, birth_of, births_of, end_started, kill_started
-from sandboxgym.sandbox.shell.bash import ARGV, BashProcess, Connection, Heard
+from sandboxgym.sandbox.shell.bash import ARGV, PARTIAL, BashProcess, Connection, Heard
 from sandboxgym.sandbox.shell.state import ShellState
 from sandboxgym.sandbox.shell.terminal import Capture, decode, encode, plain_text
 from sandboxgym.system import proc
@@ -68,6 +68,7 @@ _ATTEMPTS = 5  # shells that are started one after the other before a command is
 _FIRST_LOOK, _RAREST_LOOK = 0.05, 1.0  # seconds between two looks at whether a bash that says nothing still can
 _PROMPT = 1000  # bytes of a prompt that are known again
 _SEEN_IDLE = 3  # looks after which nothing more is expected of a bash that is at its prompt
+_SEEN_ROBBED = 5  # looks, in 1.5 s, after which a bash will not get the line that it waits for
 _GAP = 64  # chunks between two commands that are read and dropped
 
 
@@ -110,6 +111,8 @@ class _Watch:
     asked: bool = False
     idle: int = 0
     """Number of looks at which it was at its prompt since it was asked."""
+    robbed: int = 0
+    """Number of looks in a row at which it waited for a line that was typed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,19 +472,24 @@ class Shell:
         )
         self._replaced = False
 
-    def _wait(self, deadline: float, *, until: re.Pattern[str] | None = None) -> bool:
-        """True if the command, or the shell, ended before the deadline or the pattern."""
+    def _wait(self, deadline: float, *, until: re.Pattern[str] | None = None, again: bool = True) -> bool:
+        """True if the command, or the shell, ended before the deadline or the pattern.
+
+        With ``again``, a command that could not begin is given to another shell.
+        """
         command, bash = self._running(), self._bash
         assert bash is not None
         seen, watch = b"", _Watch()
         while not (command.capture.complete and command.exit_code is not None):
             if bash.gone:
-                if command.capture.begun or command.exit_code is not None or self._failures >= _ATTEMPTS:
+                begun = command.capture.begun or command.exit_code is not None
+                if begun or not again or self._failures >= _ATTEMPTS:
                     break
                 # What an earlier command left ended the shell: this one did not begin, so it is given to a new shell.
                 self._command = None
                 self._replace()
                 self._begin(command.text, raw=command.raw)
+                deadline += self._running().began - command.began  # it has its whole time there
                 command, bash, watch = self._running(), self._bash, _Watch()
                 assert bash is not None
                 continue
@@ -495,7 +503,7 @@ class Shell:
             if time.monotonic() >= deadline:
                 return False
             if self._looks_lost(watch):
-                if command.exit_code is None:
+                if command.exit_code is None or not command.capture.begun:  # or its terminal takes nothing from it
                     bash.process.kill()
                     bash.gone = True
                     continue
@@ -506,7 +514,8 @@ class Shell:
         """True if the bash is at its prompt and will not send the report that is due: its user overwrote the reporting.
 
         One that is stopped is woken. Seen at its prompt, it is asked, once; then it is waited for until it is there
-        again, for some time, since what it wrote on the terminal takes its way.
+        again, for some time, since what it wrote on the terminal takes its way. A line that it waits for although it
+        was typed has been read by another process, which will read the next one, too.
         """
         bash = self._bash
         assert bash is not None
@@ -521,8 +530,9 @@ class Shell:
             else:
                 watch.asked = True
                 bash.resume()
+        watch.robbed = watch.robbed + 1 if bash.robbed() else 0
         watch.at = time.monotonic() + watch.pause
-        return watch.idle >= _SEEN_IDLE
+        return watch.idle >= _SEEN_IDLE or watch.robbed >= _SEEN_ROBBED
 
     def _take(self, heard: Heard | None) -> bytes:
         if heard is None:
@@ -533,6 +543,9 @@ class Shell:
                 self._question = ""
             elif kind == "state" and value in (0, 1):
                 self._slot, self._settled = value, command is None or nonce == command.nonce
+                if nonce == PARTIAL and not self._replaced:
+                    log.warning("a new shell could not take all of the state of the one before")
+                    self._replaced = True
             elif command is not None and nonce == command.nonce:
                 if kind == "end":
                     command.exit_code = value
@@ -588,7 +601,7 @@ class Shell:
         bash.forget_typed()
         bash.abort()
         bash.interrupt()
-        done = self._wait(time.monotonic() + GRACE)
+        done = self._wait(time.monotonic() + GRACE, again=False)
         given, pause = 0.0, _BETWEEN
         while not done and given < PATIENCE:
             if not bash.at_prompt():  # there nothing is left to be dropped, and bash may end of the signal (shell.bash)
@@ -599,12 +612,12 @@ class Shell:
             bash.interrupt()
             killed = time.monotonic()
             pause = max(pause, killed - began)  # the bash was stopped as well: it gets as long to come back
-            done = self._wait(killed + pause)
+            done = self._wait(killed + pause, again=False)
             given += time.monotonic() - killed
             pause *= 1.5
         if not done:
             bash.process.kill()
-            self._wait(time.monotonic() + PATIENCE)
+            self._wait(time.monotonic() + PATIENCE, again=False)
             bash.gone = True
         if self._backend.live:
             end_started(self._backend, command.since, older=command.older, shell=self.pid)

@@ -192,7 +192,7 @@ __sg_dump() {
     builtin printf '%s\0' "$__sg_traps" "$__sg_flags" "$__sg_status" "$__sg_dumped"
     if (($#)); then builtin printf '%q ' "$@"; fi; builtin printf '\0'
     HISTTIMEFORMAT=$'\036' builtin history; builtin printf '\0'
-    builtin dirs -l -p; builtin printf '\0'
+    builtin printf '%s\n' "${DIRSTACK[@]//$'\n'/$'\036'}"; builtin printf '\0'
     builtin printf '%s\0' "$__sg_off" "$__sg_hidden" "$__sg_omitted" end
   } 1<>@DIR@/state.$((1 - __sg_slot))
   # Prompts are drawn between commands, where nobody waits for what they would execute.

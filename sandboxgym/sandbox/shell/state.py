@@ -15,6 +15,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shlex
 from collections import deque
@@ -24,6 +25,8 @@ from typing import Any
 
 from sandboxgym.brief import brief
 from sandboxgym.errors import SnapshotCorrupt
+
+log = logging.getLogger("sandboxgym")
 
 SECTIONS = (
     *("cwd", "variables", "functions", "function_attributes", "aliases", "shopts", "options", "umask", "limits"),
@@ -39,8 +42,8 @@ HOOK = (rb"\\__sg_unfinished;\"\${__sg_then[@]}\";", rb'\\__sg_unfinished;"${__s
 # Set by bash itself, so that assigning them fails, or means something else; and by backends, for each process.
 _INTERNAL = frozenset(
     b"BASH BASHOPTS BASHPID BASH_ALIASES BASH_ARGC BASH_ARGV BASH_ARGV0 BASH_CMDS BASH_COMMAND BASH_EXECUTION_STRING "
-    b"BASH_LINENO BASH_MONOSECONDS BASH_SOURCE BASH_SUBSHELL BASH_TRAPSIG BASH_VERSINFO BASH_VERSION COLUMNS DIRSTACK "
-    b"EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD LINENO LINES PIPESTATUS PPID PWD RANDOM SHELLOPTS "
+    b"BASH_LINENO BASH_MONOSECONDS BASH_SOURCE BASH_SUBSHELL BASH_TRAPSIG BASH_VERSINFO BASH_VERSION DIRSTACK "
+    b"EPOCHREALTIME EPOCHSECONDS EUID FUNCNAME GROUPS HISTCMD LINENO PIPESTATUS PPID PWD RANDOM SHELLOPTS "
     b"SRANDOM UID _ COMP_WORDBREAKS SANDBOXGYM_BOX".split()
 )
 _INHERITED = b"HOME HOSTNAME HOSTTYPE IFS LANG LOGNAME MACHTYPE MAILCHECK OLDPWD OPTERR OPTIND OSTYPE PATH PS1 PS2 PS4 "
@@ -53,15 +56,13 @@ _EVALUATED = frozenset(b"BASH_ENV ENV PROMPT_COMMAND PS0 PS1 PS2 PS4 TMOUT".spli
 _STRING = rb"""(?:"(?:[^"\\]++|\\.)*+"|\$'(?:[^'\\]++|\\.)*+')"""
 _VALUE = rb"""%b|\((?:[^"'$)]++|%b)*+\)|[^"'$(\n]*+""" % (_STRING, _STRING)
 _DECLARATION = re.compile(rb"declare (-\S+) ([A-Za-z_][A-Za-z0-9_]*)(?:=(%b))?\n" % _VALUE, re.DOTALL)
-_FUNCTION_ATTRIBUTES = re.compile(rb"^declare -f([a-z]+) (\S+)$", re.MULTILINE)
+_FUNCTION = re.compile(rb"^declare -f([a-z]*+) (\S++)$", re.MULTILINE)
 _LIMIT = re.compile(rb"-(\w)\) +(\S+)$", re.MULTILINE)
 _SHOPT = re.compile(rb"^shopt (-[su]) (\S+)$", re.MULTILINE)
 _SET = re.compile(rb"^set ([-+]o \S+)$", re.MULTILINE)
 _COMPATIBILITY = re.compile(rb"^shopt -u compat\d+\n", re.MULTILINE)  # even to unset one sets BASH_COMPAT
 _ABORT = b"trap -- '__sg_abort' SIGRTMAX\n"
-_OWN_FUNCTION = re.compile(rb"^__sg_\w++ \(\) *+\n\{", re.MULTILINE)
-_FUNCTION_END = re.compile(rb"^\}[^\n]*+\n(?:declare -f\w++ \S++\n)?", re.MULTILINE)
-_ATTRIBUTES_AFTER = re.compile(rb"^(\}[^\n]*+\n)declare -f\w++ \S++\n", re.MULTILINE)
+_ALIAS = re.compile(rb"alias (?:-- )?([^\s='\"\\]++)=((?:'[^']*+'|\\')++)\n")
 _BEFORE_ENTRY = re.compile(rb"(?:^|\n) *\d+[* ] \x1e")
 """Prefix of each line of ``history``, with the time format of shell.bash."""
 MOST_VARIABLES = 10_000
@@ -69,8 +70,18 @@ MOST_VARIABLES = 10_000
 _MANY = 1000
 """Lines of the history and directories of the stack that are kept; a new bash keeps 500 of the former."""
 _ONE_LINE = re.compile(rb"[^\n]*")
+_NEWLINE = b"\x1e"
+_MODES = frozenset([b"POSIXLY_CORRECT"])
+"""Variables that change what a definition of a function may be called: set after these."""
 # Words of a saved state.
 _NAME = re.compile(rb"[A-Za-z_][A-Za-z0-9_]*")
+_EXPORTED = frozenset(b"BASHOPTS EUID HISTCMD PPID RANDOM SHELLOPTS UID".split())
+"""Variables that bash sets itself of which it is kept that they were exported."""
+_LATER = frozenset("iluc")
+"""Attributes by which bash changes a value that is assigned: it may fail there, or run code in the value."""
+_WORD = b"function "
+"""Printed by bash before the name of a definition that is not understood without it, but not before each of these."""
+_HEAD = re.compile(rb"(?:function )?+(\S++) \(\) \n\{ \n")
 _LETTERS = re.compile(r"[A-Za-z]*")
 _LETTER = re.compile(r"[A-Za-z]")
 _BOUND = re.compile(rb"[0-9]+|unlimited|hard|soft")
@@ -115,7 +126,7 @@ class ShellState:
     history: bytes = b""
     """History as ``history`` prints it, see `_BEFORE_ENTRY`."""
     directories: bytes = b""
-    """The stack of ``pushd``, one per line; the first is the working directory."""
+    """The stack of ``pushd``, one per line, with `_NEWLINE` in place of line ends; first the working directory."""
     disabled: bytes = b""
     """Builtins that ``enable -n`` disabled, one per line."""
     hidden: bytes = b""
@@ -140,12 +151,13 @@ class ShellState:
         return b"\n".join(
             [
                 b"cd -- %s || cd /" % _quoted(self.cwd),
-                *(b"pushd -n -- %s" % _quoted(name) for name in reversed(_first_lines(self.directories)[1:])),
+                *(b"pushd -n -- %s" % _quoted(name) for name in reversed(_directories(self.directories)[1:])),
                 *(b"history -s -- %s" % _quoted(line) for line in _BEFORE_ENTRY.split(self.history)[1:]),
                 b"unset -v " + b" ".join(unset) if unset else b":",
-                *(_declaration(name, variable) for name, variable in self.variables.items()),
+                *(_declaration(name, variable) for name, variable in self.variables.items() if name not in _MODES),
                 b"shopt -s extglob",  # for patterns in functions; below, any builtin may be a function
                 self.functions,
+                *(_declaration(name, self.variables[name], b"builtin ") for name in _MODES & self.variables.keys()),
                 self.function_attributes.replace(b"declare ", b"builtin declare "),
                 *_shopts(self.shopts),
                 b"builtin umask " + self.umask,
@@ -154,8 +166,8 @@ class ShellState:
                 b"__sg_traps=%s __sg_last=%s __sg_flags=%s" % tuple(map(_quoted, (self.traps, self.last, self.flags))),
                 b"__sg_off=%s __sg_hidden=%s" % tuple(map(_quoted, (self.disabled, self.hidden))),
                 b"__sg_status=%d" % self.status,
-                # Below, any word may be an alias too.
-                self.aliases,
+                # Below, any word may be an alias too. The group is parsed as a whole before there are any.
+                b"{ \\builtin :\n%s}" % _ALIAS.sub(rb"\\builtin alias -- \1=\2\n", self.aliases),
                 b"\\builtin set " + b" ".join(_SET.findall(self.options) or [b"+o history"]),
                 b'\\builtin eval "$__sg_traps"',
                 b"",
@@ -250,10 +262,11 @@ class Parser:
             last = [part[:100] for part in parts[-2:]]
             raise SnapshotCorrupt(f"expected a shell's state in {len(SECTIONS)} sections and its end, found {last}")
         raw = dict(zip(SECTIONS, parts))
+        raw["functions"] += b"\0" + raw["function_attributes"]  # each is read by the other
         return ShellState(
             cwd=raw["cwd"].removesuffix(b"\n"),
             variables=self._variables(raw["variables"]),
-            functions=self._kept(raw, "functions", _without_own),
+            functions=self._kept(raw, "functions", lambda text: _definitions(*text.split(b"\0"))),
             function_attributes=self._kept(raw, "function_attributes", _attributes_of_functions),
             aliases=raw["aliases"],
             shopts=self._kept(raw, "shopts", lambda text: _COMPATIBILITY.sub(b"", text)),
@@ -318,14 +331,16 @@ def _declaration_at(text: bytes, at: int) -> tuple[bytes, bytes, Variable | None
             value = value.replace(hook, b"")
         if value in (b'""', b"$''"):
             return match[0], name, None
+    if name in _EXPORTED and b"x" in letters:
+        return match[0], name, Variable("x", None)
     if name in _INTERNAL or name.startswith(OWN):
         return match[0], name, None
     return match[0], name, Variable(letters.decode().strip("-"), value)
 
 
 def _attributes_of_functions(text: bytes) -> bytes:
-    found = _FUNCTION_ATTRIBUTES.findall(text)
-    return b"".join(b"declare -f%s %s\n" % match for match in found if not match[1].startswith(OWN))
+    found = _FUNCTION.findall(text)
+    return b"".join(b"declare -f%s %s\n" % match for match in found if match[0] and not match[1].startswith(OWN))
 
 
 def _check_number(variables: int) -> None:
@@ -333,14 +348,48 @@ def _check_number(variables: int) -> None:
         raise ValueError(f"expected a shell of at most {MOST_VARIABLES:,} variables, found more")
 
 
-def _without_own(functions: bytes) -> bytes:
-    # declare -f prints a definition from its name, at the start of a line, to the next line that begins with "}". If it
-    # has attributes, a line of them follows; `function_attributes` has them too, and calls no function `declare`.
+def _definitions(printed: bytes, listed: bytes) -> bytes:
+    """Definitions of the user's functions.
+
+    Args:
+        printed: output of ``declare -f``: each definition from its name to a line that begins with ``}``, and then a
+            line of attributes if it has any.
+        listed: output of ``declare -F``, which names them in the same order. By it, text in a function that looks like
+            a definition is none.
+    """
+    names = [name for _, name in _FUNCTION.findall(listed)]
     kept, at = [], 0
-    while (begin := _OWN_FUNCTION.search(functions, at)) and (end := _FUNCTION_END.search(functions, begin.end())):
-        kept.append(functions[at : begin.start()])
-        at = end.end()
-    return _ATTRIBUTES_AFTER.sub(rb"\1", b"".join((*kept, functions[at:])))
+    for name, following in zip(names, [*names[1:], None]):
+        begin = _HEAD.match(printed, at)
+        if begin is None or begin[1] != name:
+            log.warning("the functions of a shell are not those that it lists: it has no %s", brief(name))
+            return b""
+        at = len(printed) if following is None else _end_of_definition(printed, begin.end(), name, following)
+        if not name.startswith(OWN):
+            text = printed[begin.end() : at]
+            last = text.rfind(b"\n", 0, -1) + 1
+            if _has_attributes(text[last:-1], name):
+                text = text[:last]
+            kept.append(b"function %b () \n{ \n%b" % (name, text))
+    return b"".join(kept)
+
+
+def _end_of_definition(printed: bytes, at: int, name: bytes, following: bytes) -> int:
+    """Where the definition of the following function begins: after a ``}``, or after attributes that come after it."""
+    head = following + b" () \n{ \n"
+    while (found := printed.find(head, at)) >= 0:
+        end = found - len(_WORD) if printed.endswith(_WORD, at, found) else found
+        line = printed.rfind(b"\n", 0, end - 1) + 1
+        if _has_attributes(printed[line : end - 1], name):
+            line = printed.rfind(b"\n", 0, line - 1) + 1
+        if printed.startswith(b"\n", end - 1) and printed.startswith(b"}", line):
+            return end
+        at = found + 1
+    return len(printed)
+
+
+def _has_attributes(line: bytes, name: bytes) -> bool:
+    return line.startswith(b"declare -f") and line.endswith(b" " + name)
 
 
 def _last_entries(history: bytes) -> bytes:
@@ -348,8 +397,8 @@ def _last_entries(history: bytes) -> bytes:
     return history[begins[0] :] if len(begins) == _MANY else history
 
 
-def _first_lines(text: bytes) -> list[bytes]:
-    return b"\n".join(text.split(b"\n", _MANY + 1)[: _MANY + 1]).splitlines()
+def _directories(text: bytes) -> list[bytes]:
+    return [name.replace(_NEWLINE, b"\n") for name in text.split(b"\n", _MANY + 1)[: _MANY + 1] if name]
 
 
 def _shopts(printed: bytes) -> list[bytes]:
@@ -359,9 +408,16 @@ def _shopts(printed: bytes) -> list[bytes]:
     return [b"builtin shopt %s %s" % (flag, b" ".join(names)) for flag, names in named.items() if names]
 
 
-def _declaration(name: bytes, variable: Variable) -> bytes:
-    assignment = b"" if variable.value is None else b"=" + variable.value
-    return b"declare -%s %s%s" % (variable.attributes.encode() or b"-", name, assignment)
+def _declaration(name: bytes, variable: Variable, builtin: bytes = b"") -> bytes:
+    # A new bash may have got it exported. A value that has an attribute of `_LATER` is not to be changed once more.
+    letters, value = variable.attributes, variable.value
+    exported = b"" if "x" in letters else b"+x "
+    after = b""
+    if value is not None and "n" not in letters and (later := "".join(filter(_LATER.__contains__, letters))):
+        letters = letters.translate(dict.fromkeys(map(ord, later + "r")))
+        after = b"\n%sdeclare -%s %s" % (builtin, (later + "r" * ("r" in variable.attributes)).encode(), name)
+    assignment = b"" if value is None else b"=" + value
+    return b"%sdeclare %s-%s %s%s%s" % (builtin, exported, letters.encode() or b"-", name, assignment, after)
 
 
 def _quoted(value: bytes) -> bytes:

@@ -106,6 +106,27 @@ def test_a_command_before_which_the_shell_was_lost_runs_once_in_a_new_one(box: S
     assert (result.output, result.replaced, result.ended) == ("once\n", False, False)
 
 
+def test_a_shell_whose_terminal_takes_nothing_more_is_replaced(box: Sandbox) -> None:
+    exclusive = "import fcntl, os; fcntl.ioctl(os.open('/dev/tty', 2), 0x540C)"
+    if box.execute(f'x=before; python3 -c "{exclusive}"').exit_code != 0:
+        pytest.skip("no Python in this sandbox")
+    result = box.execute("echo once >>~/once; echo out; false", timeout=60)
+    if result.output == "out\n":
+        pytest.skip("a terminal in exclusive mode can be opened here")
+    assert (result.exit_code, result.ended, result.timed_out) == (1, True, False)
+    result = box.execute('cat ~/once; echo "$x"', timeout=60)
+    assert (result.output, result.ended, result.replaced) == ("once\nbefore\n", False, False)
+
+
+def test_a_background_job_that_reads_the_terminal_takes_one_shell_with_it(box: Sandbox, kind: str) -> None:
+    if kind == "docker":
+        pytest.skip("what a shell in a container waits for is not seen")
+    box.execute("x=before; (while :; do read -n 1 y; done </dev/tty) & cat /dev/tty >/dev/null & sleep 0.5")
+    result = box.execute('echo once >>~/once; echo "$x"; false', timeout=120)
+    assert (result.output, result.exit_code, result.timed_out) == ("before\n", 1, False)
+    assert box.execute("cat ~/once", timeout=120).output == "once\n"
+
+
 def test_a_stopped_shell_goes_on(box: Sandbox) -> None:
     result = box.execute("x=1; kill -STOP $$; echo out; false", timeout=60)
     assert (result.output, result.exit_code, result.timed_out, result.ended) == ("out\n", 1, False, False)

@@ -97,6 +97,30 @@ def pair(any_box: Sandbox) -> Iterator[Pair]:
         ("shopt -s extglob\nh() { [[ $1 == +(a|b) ]] && echo yes; }\nshopt -u extglob", "h ab; shopt extglob", None),
         ("i() {\n  cat <<'END'\n}\n$x\nEND\n}", "i", "}\n$x\n"),
         ("foo-bar() { echo odd; }", "foo-bar", "odd\n"),
+        (
+            "function a=b { echo odd; }; function [x { :; }; declare -ft a=b",
+            "'a=b'; declare -f a=b; declare -F",
+            None,
+        ),
+        (
+            "a() { cat <<'E'\n}\ndeclare -ft zz\n__sg_x () \n{ \n}\nb () \n{\nE\n}; b() { echo b; } 2>&1\n"
+            "declare -ft a",
+            "a; b; declare -f a b; declare -F",
+            None,
+        ),
+        # Values that were there before the attribute by which bash would change them, or fail to.
+        (
+            "x='1+'; y=1/0; n=5; i='n+1'; declare -ir x y; declare -i i; l=ABC; u=MiX; declare -lx l; declare -ru u",
+            "declare -p x y i l u; i+=1; echo $i",
+            None,
+        ),
+        ("a=('1+' B [7]=c); declare -ai a; m=([k]=v); declare -A m=([k]='/'); declare -iA m", "declare -p a m", None),
+        ("c='q[$(echo ran >>~/ran)]'; declare -i c", "declare -p c; cat ~/ran 2>&1 | wc -l", None),
+        ("export -n HOME PATH; export SHELLOPTS COLUMNS=77", "declare -p HOME PATH COLUMNS SHELLOPTS", None),
+        ("POSIXLY_CORRECT=1", "set -o | grep posix; declare -p POSIXLY_CORRECT", None),
+        ("alias alias='echo x' aa=true zz='two\nalias lines=z' -- -q='echo q'", "\\alias -p", None),
+        ("alias() { echo mine >>~/mine; }; builtin alias aa=true", "builtin alias -p; cat ~/mine 2>&1 | wc -l", None),
+        ("mkdir -p ~/$'a\nb'; cd ~/$'a\nb'; pushd /usr", "dirs -l -v; popd; pwd", None),
         ("alias ll='ls -l' say='echo \"it'\\''s\"' echo='echo aliased'", "say; alias ll", None),
         ("shopt -s nullglob dotglob; shopt -u sourcepath", "shopt nullglob dotglob sourcepath", None),
         ("set -f -u -C -o pipefail", "echo $- * ; set -o | grep -E 'noglob|nounset|noclobber|pipefail'", None),
@@ -141,6 +165,22 @@ def test_what_a_shell_has_another_one_gets(pair: Pair, commands: str, question: 
         state = pair.captured(commands)
     assert state is not None
     assert pair.output(state, question) == answer
+
+
+@pytest.mark.parametrize("functions", [b"f () (\n", b"x () { ((1/0)); }; declare -i x=1/0\n", b"'\n"])
+def test_a_shell_that_cannot_take_all_of_a_state_has_what_comes_before_and_says_so(
+    pair: Pair, caplog: pytest.LogCaptureFixture, functions: bytes
+) -> None:
+    state = replace(pair.captured("cd /usr; x=before"), functions=functions)
+    shell = pair.shell(state)
+    try:
+        result = shell.execute("echo $x $PWD", timeout=20)
+        again = shell.execute("echo $x", timeout=20)
+    finally:
+        shell.close()
+    assert (result.output, result.exit_code, result.replaced) == ("before /usr\n", 0, True)
+    assert (again.output, again.replaced) == ("before\n", False)
+    assert "could not take all of the state" in caplog.text
 
 
 def test_state_is_plain_data(pair: Pair) -> None:
@@ -326,7 +366,7 @@ TEXTS = {
     "cwd": [b"/\n"],
     "status": [b"0", b"7"],
     "functions": [b"", b"f () \n{ \n    :\n}\n__sg_f () \n{ \n    :\n}\n", b"g () \n{ \n    :\n}\n"],
-    "function_attributes": [b"", b"declare -fx f\n"],
+    "function_attributes": [b"", b"declare -fx f\ndeclare -f __sg_f\n", b"declare -f g\n"],
     "shopts": [b"shopt -s extglob\n", b"shopt -u compat31\nshopt -s extglob\n"],
     "limits": [b"open files    (-n) 1024\n", b"open files    (-n) 512\n"],
     "history": [b"", b"    1  \x1els\n"],
