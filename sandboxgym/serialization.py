@@ -203,9 +203,24 @@ def _extend(depth: int, value: Any) -> Any:
             raise SnapshotNotSupported(f"cannot encode a NumPy value of dtype {array.dtype}")
         if kind is not np.ndarray and (kind is not array.dtype.type or _loses_zeros(array, value)):
             raise _not_plain(value)
-        content = [array.dtype.str, list(array.shape), _memory(array)]
+        axes = _axes(array)
+        content = [array.dtype.str, list(array.shape), _memory(array.transpose(axes) if axes else array)]
+        if axes:
+            content.append(axes)
         return msgpack.ExtType(ARRAY if kind is np.ndarray else SCALAR, _pack(content, depth + 1))
     raise _not_plain(value)
+
+
+def _axes(array: Any) -> list[int]:
+    """Axes of an array as they lie in memory, outermost first; none if in their own order.
+
+    Sums of floats depend on that order, and `copy.deepcopy` keeps it.
+    """
+    if array.flags.c_contiguous:
+        return []
+    strides = array.copy(order="K").strides
+    axes = sorted(range(array.ndim), key=lambda axis: -strides[axis])
+    return [] if axes == sorted(axes) else axes
 
 
 def _loses_zeros(array: Any, scalar: Any) -> bool:
@@ -271,7 +286,7 @@ def _extension(code: int, data: bytes) -> Any:
         if len(members) != len(content):
             raise SnapshotCorrupt("a set has a member twice")
         return members
-    name, shape, buffer = content
+    name, shape, buffer, *placed = content
     kind = _dtype(name)
     if shape and (len(shape) > _MAX_DIMENSIONS or not all(type(side) is int and side >= 0 for side in shape)):
         raise SnapshotCorrupt(f"expected the shape of an array, found {brief(shape, 40)}")
@@ -280,8 +295,16 @@ def _extension(code: int, data: bytes) -> Any:
     elif kind.kind == "b" and buffer.translate(None, b"\0\1"):
         raise SnapshotCorrupt("expected an array of truth values, found other numbers")
     array: Any = np.frombuffer(buffer, dtype=kind)
+    if code == ARRAY and placed:
+        (axes,) = placed
+        own = list(range(len(shape)))
+        if type(axes) is not list or set(map(type, axes)) != {int} or sorted(axes) != own or axes == own:
+            raise SnapshotCorrupt(f"expected the order of {len(shape)} axes, found {brief(axes, 40)}")
+        return array.reshape([shape[axis] for axis in axes]).copy().transpose(np.argsort(axes))
     if code == ARRAY:
         return array.reshape(shape).copy()
+    if placed:
+        raise SnapshotCorrupt("expected a NumPy scalar, found one with an order of axes")
     if shape or len(array) != 1:
         raise SnapshotCorrupt(f"expected a NumPy scalar, found one with shape {brief(shape, 40)}")
     return array[0]

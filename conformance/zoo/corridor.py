@@ -304,6 +304,28 @@ class StaleRender(Corridor):
         return self.frame or super().render()
 
 
+@mutant("what is drawn is the environment that moved last", "freshness.render")
+class RendersLast(Corridor):
+    """One renderer for all environments of the process."""
+
+    moved: Corridor
+
+    def step(self, action: int) -> tuple[Cells, float, bool, bool, dict[str, Any]]:
+        RendersLast.moved = self
+        return super().step(action)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        RendersLast.moved = self
+        return super().reset(seed=seed, options=options)
+
+    def _apply(self, state: Any) -> None:
+        RendersLast.moved = self
+        super()._apply(state)
+
+    def render(self) -> str:
+        return Corridor.render(RendersLast.moved)
+
+
 @mutant("the observation's buffer is reused", "freshness.observation", "snapshot.immutable")
 class ReusedBuffer(Corridor):
     """All observations are one array: one that was returned earlier changes with the next step."""

@@ -122,6 +122,17 @@ class StaleForkPicture(Drift):
         return self.picture
 
 
+@mutant("pictures of all environments are one array", "freshness.render")
+class SharedPicture(Drift):
+    """A picture that one environment returned shows what another one draws later."""
+
+    picture = np.zeros((4, 64, 3), np.uint8)
+
+    def render(self) -> Any:
+        self.picture[:] = super().render()
+        return self.picture
+
+
 @mutant("the truncation is forgotten", "restore.trace_equality", "restore.after_done")
 class TruncationForgotten(Drift):
     """A finished episode that is restored has one step left."""

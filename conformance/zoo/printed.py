@@ -132,6 +132,31 @@ class TranslatedLineEnds(Satchel):
         return {**super()._capture(), "notes": [note.replace("\r\n", "\n") for note in self.notes]}
 
 
+@mutant("texts are captured as far as the longest command", "interface.texts")
+class ShortMemory(Satchel):
+    """The last text is written in a field of 20 letters, and one of the commands asks for its length."""
+
+    said = ""
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> Output:
+        self.said = ""
+        return super().reset(seed=seed, options=options)
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        told, *rest = super().step(action)
+        if action == "drop":
+            told += f", after {len(self.said)} letters"
+        self.said = action
+        return told, *rest  # type: ignore[return-value]
+
+    def _capture(self) -> Any:
+        return {**super()._capture(), "said": self.said[:20]}
+
+    def _apply(self, state: Any) -> None:
+        super()._apply(state)
+        self.said = state["said"]
+
+
 class Parcel:
     """A snapshot without a class of this package."""
 

@@ -63,6 +63,26 @@ def test_integers_of_any_size(value):
     assert serialization.unpack(serialization.pack([value, {value: value}])) == [value, {value: value}]
 
 
+LAID_OUT = [
+    np.asfortranarray(np.random.default_rng(0).normal(size=(50, 70)).astype(np.float32)),
+    np.moveaxis(np.random.default_rng(1).normal(size=(5, 6, 7)), 0, 1),
+    np.zeros((3, 2, 4), bool).T,
+    np.array([["a", "é"], ["", "c"]]).T,
+    np.arange(24).reshape(4, 6)[::2, ::-3].T,
+]
+
+
+@pytest.mark.parametrize("array", LAID_OUT, ids=["fortran", "moved axis", "truth values", "texts", "strided"])
+def test_arrays_keep_the_order_of_their_axes_in_memory(array):
+    """As a deep copy does: the order in which floats are added up depends on it."""
+    back, copy = serialization.unpack(serialization.pack(array)), array.copy(order="K")
+    np.testing.assert_array_equal(back, array)
+    assert (back.strides, back.flags.writeable, back.dtype) == (copy.strides, True, copy.dtype)
+    if array.dtype.kind == "f":
+        assert back.sum() == array.sum()
+    assert serialization.pack(back) == serialization.pack(array)
+
+
 @pytest.mark.parametrize(
     "array",
     [
@@ -205,6 +225,11 @@ def hostile_arrays():
         ["no such type", [1], b"\0"],
         ["<i8", "ab", b"\0" * 8],
         ["<i8", [1]],
+        *(
+            ["<i8", [1, 2], b"\0" * 16, axes]
+            for axes in ([0, 1], [1], [1, 1], [0, 2], [1, -1], [1.0, 0], [True, 0], "10")
+        ),
+        ["<i8", [1, 2], b"\0" * 16, [1, 0], 1],
         {"dtype": "<i8"},
         7,
     ):

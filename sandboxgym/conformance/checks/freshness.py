@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,7 +14,7 @@ from sandboxgym.conformance.checks.restore.runs import controls, in_time, points
 from sandboxgym.conformance.harness.canonical import canonical, difference
 from sandboxgym.conformance.harness.coverage import coverage
 from sandboxgym.conformance.harness.scenario import Scene, opened, outcome_difference, quiet, seed_spaces, written
-from sandboxgym.conformance.subject import AnyEnv, Control, Outcome, Subject
+from sandboxgym.conformance.subject import AnyEnv, Control, Op, Outcome, Subject
 from sandboxgym.core import SnapshotEnv, Transition
 
 
@@ -254,6 +254,7 @@ def _frozen(expected: Any, found: Any, path: str) -> str | None:
 def render(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Compares ``render()`` right after a restore with the captured frame, in the modes ansi and rgb_array.
     Snapshots are restored in the environment that continued and in a new one; a fork must render what its source does.
+    What a fork does and renders later must change neither a picture that its source returned nor what that renders.
     """
     tried: dict[str, int] = {}
     reasons = []
@@ -305,6 +306,7 @@ def _rendered(subject: Subject, make: Callable[[], AnyEnv], mode: str, budget: B
                     scene.fail(
                         f"render() of a fork ({mode}) is not that of its source: {difference(frames[count], found)}"
                     )
+                _unmoved(scene, env, child, control.ops[count : count + 1], mode)
                 scene.forget(child)
         for point in reversed(points):
             for target in (env, scene.start(control)):
@@ -318,6 +320,26 @@ def _rendered(subject: Subject, make: Callable[[], AnyEnv], mode: str, budget: B
                     )
                 compared += 1
     return compared
+
+
+def _unmoved(scene: Scene, env: AnyEnv, child: AnyEnv, ops: Sequence[Op], mode: str) -> None:
+    """Fail if a fork's calls change a picture of its source, or what the source renders next."""
+    picture = env.render()
+    before = canonical(picture)
+    if canonical(env.render()) != before:  # an animation
+        return
+    name = scene.name(env)
+    scene.note(f"picture = {name}.render()")
+    scene.play(child, ops)
+    scene.note(f"{scene.name(child)}.render(); print(picture)")
+    child.render()
+    if (after := canonical(picture)) != before:
+        scene.fail(
+            f"a picture that render() had returned ({mode}) was changed by a fork's calls: {difference(before, after)}"
+        )
+    scene.note(f"print({name}.render())")
+    if (after := canonical(env.render())) != before:
+        scene.fail(f"render() of an environment ({mode}) changed when its fork went on: {difference(before, after)}")
 
 
 def _modes(subject: Subject) -> list[str]:

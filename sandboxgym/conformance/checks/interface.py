@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import gymnasium as gym
@@ -414,7 +414,8 @@ def _carried(scene: Scene, snap: Any, folder: str) -> Any:
 )
 def texts(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[str, Any]:
     """Appends non-ASCII letters, quotes, symbols and line ends to text actions, if the action space allows it.
-    Snapshots on the way are restored in the environment that continued and in a new one, and the rest is compared.
+    Snapshots on the way are restored in the environment that continued and in a new one, and the rest is compared; so
+    is what some of the other texts lead to right after the restore.
     """
     compared = written = 0
     pool = controls(subject, budget)[: 1 if budget.waits else None]
@@ -441,11 +442,24 @@ def texts(subject: Subject, budget: Budget, rng: np.random.Generator) -> dict[st
                     what = "restored in an episode with texts of foreign letters"
                     scene.expect_returned(target, own, point, scene.restore(target, snap), what)
                     compared += scene.expect(target, own, point, what)
+                for op in _plain_texts(ops, control, rng) if point < len(ops) and not budget.waits else ():
+                    other = scene.alone(control, 0, (*ops[:point], op))
+                    scene.restore(env, snap)
+                    compared += scene.expect(env, other, point, "restored after texts of foreign letters")
     if not written:
         raise Skipped("no action is a text to which foreign letters can be added")
     return {"calls compared": compared, "texts written": written}
 
 
+def _plain_texts(ops: Sequence[Op], control: Control, rng: np.random.Generator) -> list[Op]:
+    """Some of the texts that a run has, each once, as they are without an ending."""
+    texts = {op.value: op for op in (*ops, *control.ops) if op.kind == "step" and type(op.value) is str}
+    known = [op for text, op in texts.items() if not text.endswith(ENDINGS)]
+    return [known[index] for index in rng.permutation(len(known))[:_PLAIN]]
+
+
+_PLAIN = 4
+"""Most other texts that are tried after a restore."""
 _LETTERS = " Grüße \u6f22\u5b57 \U0001f511 e\u0301\u00e9 'q' \"p\" \\"
 ENDINGS = (_LETTERS, f"{_LETTERS}\r\n x\n")
 """Endings added to texts: letters within and beyond Latin-1 and 16 bits, combining ones, symbols, line ends."""
