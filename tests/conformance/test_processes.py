@@ -21,7 +21,7 @@ def test_entries_are_those_of_every_level(tmp_path):
 
 
 def test_folders_that_are_deleted_meanwhile_are_no_error(tmp_path):
-    """What outlives an owner deletes its files: a folder that was counted may be gone when it is looked into."""
+    """A folder that was counted may be gone when it is looked into: a process that outlives its owner deletes files."""
     (tmp_path / "stays").mkdir()
     over = threading.Event()
 

@@ -74,7 +74,7 @@ LAID_OUT = [
 
 @pytest.mark.parametrize("array", LAID_OUT, ids=["fortran", "moved axis", "truth values", "texts", "strided"])
 def test_arrays_keep_the_order_of_their_axes_in_memory(array):
-    """As a deep copy does: the order in which floats are added up depends on it."""
+    """The order in which floats are added up depends on it, and a deep copy keeps it."""
     back, copy = serialization.unpack(serialization.pack(array)), array.copy(order="K")
     np.testing.assert_array_equal(back, array)
     assert (back.strides, back.flags.writeable, back.dtype) == (copy.strides, True, copy.dtype)

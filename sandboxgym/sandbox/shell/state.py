@@ -375,7 +375,7 @@ def _definitions(printed: bytes, listed: bytes) -> bytes:
 
 
 def _end_of_definition(printed: bytes, at: int, name: bytes, following: bytes) -> int:
-    """Where the definition of the following function begins: after a ``}``, or after attributes that come after it."""
+    """Find where the next definition begins: after a ``}``, or after a line of attributes that follows one."""
     head = following + b" () \n{ \n"
     while (found := printed.find(head, at)) >= 0:
         end = found - len(_WORD) if printed.endswith(_WORD, at, found) else found
