@@ -250,6 +250,15 @@ def test_background_processes_are_reported_and_go_on(home: Sandbox) -> None:
     assert home.execute("echo $x; ls").output == "1\ntick\n"
 
 
+def test_what_is_too_large_is_reported_before_a_snapshot_as_by_one(home: Sandbox) -> None:
+    home.execute("big=$(head -c 5000000 /dev/zero | tr '\\0' x); small=1")
+    lost = home.lossy()
+    assert len(lost) == 1 and "big" in lost[0]
+    with pytest.raises(SnapshotLossy, match="big"):
+        home.snapshot(strict=True)
+    assert home.snapshot().lossy == lost
+
+
 def test_open_descriptors_are_reported_and_go_on(home: Sandbox) -> None:
     home.execute("exec 7>log; echo 1 >&7")
     (lost,) = home.lossy()

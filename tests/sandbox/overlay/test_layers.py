@@ -215,6 +215,12 @@ def test_a_setuid_file_is_packed_without_that_bit(box: OverlayBackend) -> None:
     assert sh(box, "stat -c %a /f") == "755"
 
 
+def test_a_pipe_is_packed_without_its_set_user_id_bit(box: OverlayBackend) -> None:
+    sh(box, "mkfifo /p; chmod 6640 /p; mkdir /d; chmod 2755 /d")
+    box.start(box.unpack(box.commit().pack()))
+    assert sh(box, "stat -c '%a %F' /p /d") == "640 fifo\n2755 directory"
+
+
 Members = list[tuple[tarfile.TarInfo, bytes]]
 
 
