@@ -228,7 +228,11 @@ class BashProcess:
         if self._prompt is None or self._goal is None or self._typed or self._system_call() != self._prompt:
             return False
         read = self._bytes_read()
-        return read is not None and read < self._goal and process_table.state(self.process.pid or 0) == "S"
+        if read is None or read >= self._goal or process_table.state(self.process.pid or 0) != "S":
+            return False
+        with contextlib.suppress(OSError):
+            return b"freez" not in proc.head(f"/proc/{self.process.pid}/wchan", 64)  # nor one that a group froze
+        return True
 
     def wake(self) -> None:
         """Continue the bash if a signal stopped it: it has no parent that would."""

@@ -68,7 +68,7 @@ _ATTEMPTS = 5  # shells that are started one after the other before a command is
 _FIRST_LOOK, _RAREST_LOOK = 0.05, 1.0  # seconds between two looks at whether a bash that says nothing still can
 _PROMPT = 1000  # bytes of a prompt that are known again
 _SEEN_IDLE = 3  # looks after which nothing more is expected of a bash that is at its prompt
-_SEEN_ROBBED = 5  # looks, in 1.5 s, after which a bash will not get the line that it waits for
+_SEEN_ROBBED, _ROBBED = 5, 1.0  # looks, and seconds, after which a bash will not get the line that it waits for
 _GAP = 64  # chunks between two commands that are read and dropped
 
 
@@ -78,6 +78,22 @@ class Interaction(Result):
 
     running: bool = False
     """True if the command still runs, and can be answered; ``exit_code`` means nothing yet."""
+
+
+@dataclass(slots=True)
+class _Robbed:
+    """Looks in a row at which a bash waited for a line that was typed."""
+
+    looks: int = 0
+    since: float = 0.0
+
+    def look(self, robbed: bool) -> bool:
+        """Count a look; true once it was seen often enough, for long enough."""
+        now = time.monotonic()
+        if not robbed or not self.looks:
+            self.looks, self.since = 0, now
+        self.looks += robbed
+        return self.looks >= _SEEN_ROBBED and now - self.since >= _ROBBED
 
 
 @dataclass(slots=True)
@@ -97,6 +113,7 @@ class _Command:
     exit_code: int | None = None
     syntax_error: bool = False
     replaced: bool = False
+    robbed: _Robbed = field(default_factory=_Robbed)
     prompt: bytes = b""
     """Prompt printed by a lost bash when it was asked: it printed one before, too."""
 
@@ -111,8 +128,7 @@ class _Watch:
     asked: bool = False
     idle: int = 0
     """Number of looks at which it was at its prompt since it was asked."""
-    robbed: int = 0
-    """Number of looks in a row at which it waited for a line that was typed."""
+    robbed: _Robbed = field(default_factory=_Robbed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,7 +396,7 @@ class Shell:
                 break
         if self._settled:
             return
-        if self._slot is None and self._number == 1:
+        if self._slot is None and self._number == 1 and self._state is None:
             status = bash.process.wait(0)
             self.close()
             raise SandboxUnavailable(
@@ -398,6 +414,7 @@ class Shell:
             log.warning("a new shell starts with an older state: %s", error)
         self._failures += 1
         if self._failures > 1 and self._state is not None:  # what it carries may be what ends each shell
+            log.warning("a new shell starts without functions, aliases, options and traps: those before it ended")
             self._state = self._state.values_only()
         status = self._bash.process.wait(1.0)
         self.close()
@@ -530,9 +547,9 @@ class Shell:
             else:
                 watch.asked = True
                 bash.resume()
-        watch.robbed = watch.robbed + 1 if bash.robbed() else 0
+        robbed = (watch if self._command is None else self._command).robbed.look(bash.robbed())
         watch.at = time.monotonic() + watch.pause
-        return watch.idle >= _SEEN_IDLE or watch.robbed >= _SEEN_ROBBED
+        return watch.idle >= _SEEN_IDLE or robbed
 
     def _take(self, heard: Heard | None) -> bytes:
         if heard is None:

@@ -50,8 +50,8 @@ __sg_guard() {
     \unset -f builtin enable || __sg_broken=1
   fi
   __sg_found=x # unless it is known that nothing is disabled
-  { \builtin enable -n || \builtin printf x; \builtin printf '\0'; } 1<>@DIR@/state.$((1 - __sg_slot))
-  \builtin mapfile -d '' -n 1 -t __sg_found <@DIR@/state.$((1 - __sg_slot))
+  { \builtin enable -n || \builtin printf x; \builtin printf '\0'; } 1<>@DIR@"/state.$((1 - __sg_slot))"
+  \builtin mapfile -d '' -n 1 -t __sg_found <@DIR@"/state.$((1 - __sg_slot))"
   if [[ $__sg_found ]]; then __sg_repair; fi
 }
 
@@ -158,8 +158,8 @@ __sg_end() {
 
 # Set __sg_functions to the names of all functions that begin with a word.
 __sg_list() {
-  { builtin compgen -A function "$1"; builtin printf '\0'; } 1<>@DIR@/state.$((1 - __sg_slot))
-  builtin mapfile -d '' -n 1 -t __sg_functions <@DIR@/state.$((1 - __sg_slot))
+  { builtin compgen -A function "$1"; builtin printf '\0'; } 1<>@DIR@"/state.$((1 - __sg_slot))"
+  builtin mapfile -d '' -n 1 -t __sg_functions <@DIR@"/state.$((1 - __sg_slot))"
 }
 
 # The whole state in one file, a NUL after each section; the two files take turns, so that a complete one always exists.
@@ -194,7 +194,7 @@ __sg_dump() {
     HISTTIMEFORMAT=$'\036' builtin history; builtin printf '\0'
     builtin printf '%s\n' "${DIRSTACK[@]//$'\n'/$'\036'}"; builtin printf '\0'
     builtin printf '%s\0' "$__sg_off" "$__sg_hidden" "$__sg_omitted" end
-  } 1<>@DIR@/state.$((1 - __sg_slot))
+  } 1<>@DIR@"/state.$((1 - __sg_slot))"
   # Prompts are drawn between commands, where nobody waits for what they would execute.
   if [[ :$BASHOPTS: == *:promptvars:* ]]; then
     __sg_prompts=1
@@ -256,9 +256,9 @@ __sg_late='if [[ $__sg_nonce ]]; then
   if [[ ! -t 0 ]]; then \builtin exec 0<>/dev/tty || \builtin :; fi # or the next command would never be read
   if [[ $__sg_kept ]]; then \builtin eval "$__sg_kept"; __sg_kept=; fi
   if [[ ! $__sg_trapped ]]; then
-    { \builtin trap -p; \builtin printf "\0"; } 1<>@DIR@/state.$((1 - __sg_slot)) || \builtin :
-    \builtin mapfile -d "" -n 1 -t __sg_traps <@DIR@/state.$((1 - __sg_slot)) ||
-      IFS= \builtin read -r -d "" __sg_traps <@DIR@/state.$((1 - __sg_slot)) || \builtin :
+    { \builtin trap -p; \builtin printf "\0"; } 1<>@DIR@"/state.$((1 - __sg_slot))" || \builtin :
+    \builtin mapfile -d "" -n 1 -t __sg_traps <@DIR@"/state.$((1 - __sg_slot))" ||
+      IFS= \builtin read -r -d "" __sg_traps <@DIR@"/state.$((1 - __sg_slot))" || \builtin :
     __sg_trapped=1
   fi
   \builtin trap - DEBUG RETURN

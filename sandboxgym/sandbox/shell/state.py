@@ -47,7 +47,7 @@ _INTERNAL = frozenset(
     b"SRANDOM UID _ COMP_WORDBREAKS SANDBOXGYM_BOX".split()
 )
 _INHERITED = b"HOME HOSTNAME HOSTTYPE IFS LANG LOGNAME MACHTYPE MAILCHECK OLDPWD OPTERR OPTIND OSTYPE PATH PS1 PS2 PS4 "
-_INHERITED += b"SHELL SHLVL TERM USER"
+_INHERITED += b"SHELL SHLVL TERM USER HISTSIZE BASH_LOADABLES_PATH"
 """Variables that every new bash has; unset where the captured one had none."""
 _EVALUATED = frozenset(b"BASH_ENV ENV PROMPT_COMMAND PS0 PS1 PS2 PS4 TMOUT".split())
 """Variables whose values bash acts on at a prompt."""
@@ -62,6 +62,7 @@ _SHOPT = re.compile(rb"^shopt (-[su]) (\S+)$", re.MULTILINE)
 _SET = re.compile(rb"^set ([-+]o \S+)$", re.MULTILINE)
 _COMPATIBILITY = re.compile(rb"^shopt -u compat\d+\n", re.MULTILINE)  # even to unset one sets BASH_COMPAT
 _ABORT = b"trap -- '__sg_abort' SIGRTMAX\n"
+_TRAP = re.compile(rb"trap -- ((?:'[^']*+'|\\')++) (\S++)\n")
 _ALIAS = re.compile(rb"alias (?:-- )?([^\s='\"\\]++)=((?:'[^']*+'|\\')++)\n")
 _BEFORE_ENTRY = re.compile(rb"(?:^|\n) *\d+[* ] \x1e")
 """Prefix of each line of ``history``, with the time format of shell.bash."""
@@ -71,6 +72,7 @@ _MANY = 1000
 """Lines of the history and directories of the stack that are kept; a new bash keeps 500 of the former."""
 _ONE_LINE = re.compile(rb"[^\n]*")
 _NEWLINE = b"\x1e"
+_LIVING = frozenset([b"DEBUG", b"RETURN"])
 _MODES = frozenset([b"POSIXLY_CORRECT"])
 """Variables that change what a definition of a function may be called: set after these."""
 # Words of a saved state.
@@ -146,6 +148,8 @@ class ShellState:
 
     def script(self) -> bytes:
         """Bash source that gives this state to a new shell in which shell.bash was sourced."""
+        # `builtin` takes no array, and a reference is to be there before what it refers to is.
+        modes = [name for name in _MODES & self.variables.keys() if not {*"aAn"} & {*self.variables[name].attributes}]
         valued = {name for name, variable in self.variables.items() if variable.value is not None}
         unset = [name for name in _INHERITED.split() if name not in valued]
         return b"\n".join(
@@ -154,10 +158,10 @@ class ShellState:
                 *(b"pushd -n -- %s" % _quoted(name) for name in reversed(_directories(self.directories)[1:])),
                 *(b"history -s -- %s" % _quoted(line) for line in _BEFORE_ENTRY.split(self.history)[1:]),
                 b"unset -v " + b" ".join(unset) if unset else b":",
-                *(_declaration(name, variable) for name, variable in self.variables.items() if name not in _MODES),
+                *(_declaration(name, variable) for name, variable in self.variables.items() if name not in modes),
                 b"shopt -s extglob",  # for patterns in functions; below, any builtin may be a function
                 self.functions,
-                *(_declaration(name, self.variables[name], b"builtin ") for name in _MODES & self.variables.keys()),
+                *(_declaration(name, self.variables[name], b"builtin ") for name in modes),
                 self.function_attributes.replace(b"declare ", b"builtin declare "),
                 *_shopts(self.shopts),
                 b"builtin umask " + self.umask,
@@ -165,11 +169,12 @@ class ShellState:
                 b"builtin set -- " + self.positional,
                 b"__sg_traps=%s __sg_last=%s __sg_flags=%s" % tuple(map(_quoted, (self.traps, self.last, self.flags))),
                 b"__sg_off=%s __sg_hidden=%s" % tuple(map(_quoted, (self.disabled, self.hidden))),
-                b"__sg_status=%d" % self.status,
+                b"__sg_status=%d __sg_trapped=1" % self.status,
                 # Below, any word may be an alias too. The group is parsed as a whole before there are any.
                 b"{ \\builtin :\n%s}" % _ALIAS.sub(rb"\\builtin alias -- \1=\2\n", self.aliases),
                 b"\\builtin set " + b" ".join(_SET.findall(self.options) or [b"+o history"]),
-                b'\\builtin eval "$__sg_traps"',
+                # Those for DEBUG and RETURN live during commands only; see shell.bash.
+                *(b"\\builtin trap -- %s %s" % trap for trap in _TRAP.findall(self.traps) if trap[1] not in _LIVING),
                 b"",
             ]
         )
@@ -340,7 +345,7 @@ def _declaration_at(text: bytes, at: int) -> tuple[bytes, bytes, Variable | None
 
 def _attributes_of_functions(text: bytes) -> bytes:
     found = _FUNCTION.findall(text)
-    return b"".join(b"declare -f%s %s\n" % match for match in found if match[0] and not match[1].startswith(OWN))
+    return b"".join(b"declare -f%s -- %s\n" % match for match in found if match[0] and not match[1].startswith(OWN))
 
 
 def _check_number(variables: int) -> None:
