@@ -127,6 +127,15 @@ def test_a_background_job_that_reads_the_terminal_takes_one_shell_with_it(box: S
     assert box.execute("cat ~/once", timeout=120).output == "once\n"
 
 
+def test_a_time_limit_holds_where_a_background_job_reads_the_terminal(box: Sandbox, kind: str) -> None:
+    if kind == "docker":
+        pytest.skip("what a shell in a container waits for is not seen")
+    box.execute("x=before; (while :; do read -n 1 y; done </dev/tty) & cat /dev/tty >/dev/null & sleep 0.5")
+    result = box.execute("sleep 1000", timeout=0.5)
+    assert result.timed_out and (result.exit_code, result.output) == (124, "")
+    assert box.execute('echo "$x"', timeout=120).output == "before\n"
+
+
 def test_a_stopped_shell_goes_on(box: Sandbox) -> None:
     result = box.execute("x=1; kill -STOP $$; echo out; false", timeout=60)
     assert (result.output, result.exit_code, result.timed_out, result.ended) == ("out\n", 1, False, False)

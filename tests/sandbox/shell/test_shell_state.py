@@ -121,6 +121,15 @@ def pair(any_box: Sandbox) -> Iterator[Pair]:
         ("alias alias='echo x' aa=true zz='two\nalias lines=z' -- -q='echo q'", "\\alias -p", None),
         ("alias() { echo mine >>~/mine; }; builtin alias aa=true", "builtin alias -p; cat ~/mine 2>&1 | wc -l", None),
         ("mkdir -p ~/$'a\nb'; cd ~/$'a\nb'; pushd /usr", "dirs -l -v; popd; pwd", None),
+        ("trap 'echo got' USR1; trap 'echo d' DEBUG; alias trap='echo no'", "\\builtin trap -p", None),
+        ('trap "echo it\'s" USR1; trap() { exit 4; }', "builtin trap -p; type -t trap", None),
+        ("x=old; IFS=01; y=new; cd /usr", "echo $x $y $PWD; declare -p IFS", None),
+        (
+            "declare -a POSIXLY_CORRECT=(a); set -- p q; alias k=1",
+            "declare -p POSIXLY_CORRECT; echo $#; alias -p",
+            None,
+        ),
+        ("function -- { echo dashes; }; declare -ft -- --; unset HISTSIZE", "declare -F; echo ${HISTSIZE-none}", None),
         ("alias ll='ls -l' say='echo \"it'\\''s\"' echo='echo aliased'", "say; alias ll", None),
         ("shopt -s nullglob dotglob; shopt -u sourcepath", "shopt nullglob dotglob sourcepath", None),
         ("set -f -u -C -o pipefail", "echo $- * ; set -o | grep -E 'noglob|nounset|noclobber|pipefail'", None),
@@ -165,6 +174,19 @@ def test_what_a_shell_has_another_one_gets(pair: Pair, commands: str, question: 
         state = pair.captured(commands)
     assert state is not None
     assert pair.output(state, question) == answer
+
+
+def test_a_shell_that_its_state_ends_is_followed_by_one_without_code(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = replace(pair.captured("cd /usr; x=before"), functions=b"exit 4\n")
+    shell = pair.shell(state)
+    try:
+        result = shell.execute("echo $x $PWD", timeout=20)
+    finally:
+        shell.close()
+    assert (result.output, result.exit_code, result.replaced) == ("before /usr\n", 0, True)
+    assert "without functions" in caplog.text
 
 
 @pytest.mark.parametrize("functions", [b"f () (\n", b"x () { ((1/0)); }; declare -i x=1/0\n", b"'\n"])
