@@ -272,12 +272,13 @@ class Sandbox:
     def lossy(self) -> tuple[str, ...]:
         """Losses of a snapshot taken now: ``"background: sleep 100"``, ``"fd 7 -> /tmp/log"``.
 
-        Where processes are captured, only if something is known to be in the way; that comes first.
+        Where processes are captured, only if something is known to be in the way; that comes first. Asked for after
+        each step, so without what only a search of all files would tell (`Backend.losses`).
         """
         if self._check_open() or self._waiting:
             return ()
         self._live()
-        lost = (*self._readable_state()[1], *self._beside_files(), *self.backend.losses())
+        lost = (*self._readable_state()[1], *self._beside_files())
         if not lost or self.mode == "filesystem":
             return lost
         obstacles = self._obstacles()
