@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import random
 import sys
 import types
@@ -35,6 +36,7 @@ _MORE = object()
 """Stands for the items of a container beyond these."""
 
 _ATOMS = (str, bytes, bytearray, int, float, complex, bool, type(None), type, types.ModuleType, range, slice)
+_CONTAINERS: tuple[type[Any], ...] = (list, tuple, collections.deque, set, frozenset)
 _LEGACY = np.random.RandomState
 _FRAMES = {types.GeneratorType: "gi_frame", types.CoroutineType: "cr_frame", types.AsyncGeneratorType: "ag_frame"}
 """Attributes by which suspended generators and coroutines lead to their variables."""
@@ -108,12 +110,14 @@ def find(env: Any, only: Collection[str] | None = None, *, most: int = NEAR) -> 
     known = _global()
     seen = {id(env)}
     keep: list[Any] = [env]  # so that no id is used twice
+    kinds = _Kinds()
     queue: collections.deque[tuple[str, Any]] = collections.deque([(type(env).__name__, env)])
     missing = None if only is None else set(only)
     most = most if only is None else FAR
     while queue and (missing is None or missing):
         path, value = queue.popleft()
-        stream = _stream(path, value)
+        kind = kinds[type(value)]
+        stream = _stream(path, value) if kind.perhaps_stream else None
         if stream is not None:
             if id(stream.source) not in known:
                 known.add(id(stream.source))
@@ -124,8 +128,8 @@ def find(env: Any, only: Collection[str] | None = None, *, most: int = NEAR) -> 
                 if missing is not None:
                     missing.discard(path)
             continue
-        for place, item in _inside(path, value):
-            if isinstance(item, _ATOMS) or id(item) in seen:
+        for place, item in kind.inside(path, value):
+            if kinds[type(item)].atom or id(item) in seen:
                 continue
             if item is _MORE or len(seen) >= most:
                 found.whole = False
@@ -134,6 +138,35 @@ def find(env: Any, only: Collection[str] | None = None, *, most: int = NEAR) -> 
             keep.append(item)
             queue.append((place, item))
     return found
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How a walk treats the instances of a class: asked once for each class, for there are many instances."""
+
+    atom: bool
+    """They lead to nothing."""
+    perhaps_stream: bool
+    inside: Callable[[str, Any], Iterable[tuple[str, Any]]]
+    """Function from the path of an instance, and the instance, to what it holds, with paths."""
+
+
+class _Kinds(dict[type[Any], _Kind]):
+    """Classes that a walk has met; it ends with the walk, and so keeps none alive."""
+
+    def __missing__(self, kind: type[Any]) -> _Kind:
+        self[kind] = found = _Kind(issubclass(kind, _ATOMS), _perhaps_stream(kind), _inside(kind))
+        return found
+
+
+def _perhaps_stream(kind: type[Any]) -> bool:
+    streams: tuple[type[Any], ...] = (np.random.Generator, np.random.BitGenerator, _LEGACY, random.Random)
+    if (torch := sys.modules.get("torch")) is not None:
+        streams += (torch.Generator,)
+    # An array of jax is one by its metaclass, and a proxy by what it says of its class.
+    return issubclass(kind, streams) or any(
+        "__class__" in vars(base) or base.__module__.startswith("jax") for base in kind.__mro__ if base is not object
+    )
 
 
 def _stream(path: str, value: Any) -> Stream | None:
@@ -185,47 +218,71 @@ def _global() -> set[int]:
     return known
 
 
-def _inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Values that an object holds, with paths; of a space nothing."""
-    kind = type(value)
-    if isinstance(value, gym.Space):
-        return
-    if isinstance(value, dict):
-        yield from _items(path, dict.items(value), _named)
-    elif isinstance(value, (list, tuple, collections.deque)):
-        base: Any = next(each for each in (list, tuple, collections.deque) if isinstance(value, each))
-        yield from _items(path, enumerate(base.__iter__(value)))
-    elif isinstance(value, (set, frozenset)):
-        whole: Any = set if isinstance(value, set) else frozenset
-        yield from _items(path, ((None, item) for item in whole.__iter__(value)))
-    elif isinstance(value, np.ndarray):
-        if value.dtype.hasobject and value.dtype.kind == "O":
-            yield from _items(path, enumerate(value.flat))
-        return
-    elif kind is types.FunctionType:
-        for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
-            try:
-                yield f"{path}.<{name}>", cell.cell_contents
-            except ValueError:  # not yet filled
-                continue
-        for number, item in enumerate(value.__defaults__ or ()):
-            yield f"{path}.<default {number}>", item
-        for name, item in (value.__kwdefaults__ or {}).items():
-            yield f"{path}.<default {name}>", item
-        return
-    elif kind in (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType):
-        if not isinstance(value.__self__, types.ModuleType):
-            yield f"{path}.__self__", value.__self__
-        return
-    elif isinstance(value, functools.partial):
-        yield from ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
-        return
-    elif kind in _FRAMES:
-        frame = getattr(value, _FRAMES[kind])
-        for name, item in frame.f_locals.items() if frame is not None else ():
-            yield f"{path}.<{name}>", item
-        return
-    yield from _attributes(path, value, kind)
+def _inside(kind: type[Any]) -> Callable[[str, Any], Iterable[tuple[str, Any]]]:
+    """Function from the path of an instance, and the instance, to values that it holds, with paths; of a space none."""
+    if issubclass(kind, gym.Space):
+        return lambda path, value: ()
+    if issubclass(kind, np.ndarray):
+        return _in_array
+    if kind is types.FunctionType:
+        return _in_function
+    if kind in (types.MethodType, types.BuiltinMethodType, types.MethodWrapperType):
+        return _in_method
+    if issubclass(kind, functools.partial):
+        return lambda path, value: ((f"{path}.{name}", getattr(value, name)) for name in ("func", "args", "keywords"))
+    if kind in _FRAMES:
+        return _in_frame
+    attributes = _attributes(kind)
+    items: Callable[[str, Any], Iterable[tuple[str, Any]]]
+    if issubclass(kind, dict):
+        items = _in_dict
+    elif base := next((base for base in _CONTAINERS if issubclass(kind, base)), None):
+        items = functools.partial(_in_set if base in (set, frozenset) else _in_sequence, base)
+    else:
+        return attributes
+    if kind.__module__ == "builtins":  # without attributes
+        return items
+    return lambda path, value: itertools.chain(items(path, value), attributes(path, value))
+
+
+def _in_dict(path: str, value: Any) -> Iterable[tuple[str, Any]]:
+    return _items(path, dict.items(value), _named)
+
+
+def _in_sequence(base: Any, path: str, value: Any) -> Iterable[tuple[str, Any]]:
+    return _items(path, enumerate(base.__iter__(value)))
+
+
+def _in_set(base: Any, path: str, value: Any) -> Iterable[tuple[str, Any]]:
+    return _items(path, ((None, item) for item in base.__iter__(value)))
+
+
+def _in_array(path: str, value: Any) -> Iterable[tuple[str, Any]]:
+    return _items(path, enumerate(value.flat)) if value.dtype.hasobject and value.dtype.kind == "O" else ()
+
+
+def _in_function(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(value.__code__.co_freevars, value.__closure__ or ()):
+        try:
+            yield f"{path}.<{name}>", cell.cell_contents
+        except ValueError:  # not yet filled
+            continue
+    for number, item in enumerate(value.__defaults__ or ()):
+        yield f"{path}.<default {number}>", item
+    for name, item in (value.__kwdefaults__ or {}).items():
+        yield f"{path}.<default {name}>", item
+
+
+def _in_method(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if not isinstance(value.__self__, types.ModuleType):
+        yield f"{path}.__self__", value.__self__
+
+
+def _in_frame(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Variables of a suspended generator or coroutine."""
+    frame = getattr(value, _FRAMES[type(value)])
+    for name, item in frame.f_locals.items() if frame is not None else ():
+        yield f"{path}.<{name}>", item
 
 
 def _items(path: str, items: Iterable[tuple[Any, Any]], named: Callable[[Any], str] = str) -> Iterator[tuple[str, Any]]:
@@ -238,32 +295,34 @@ def _items(path: str, items: Iterable[tuple[Any, Any]], named: Callable[[Any], s
             yield f"{path}{{}}" if key is None else f"{path}[{named(key)}]", item
 
 
-def _attributes(path: str, value: Any, kind: type[Any]) -> Iterator[tuple[str, Any]]:
-    own = _dictionary(value, kind)
-    for name, item in own.items() if own is not None else ():
-        yield f"{path}.{name}" if isinstance(name, str) else path, item
-    for base in kind.__mro__:
-        for descriptor in vars(base).values():
-            if (
-                isinstance(descriptor, types.MemberDescriptorType) and descriptor.__name__ != "__dict__"
-            ):  # a slot: reading it runs no code of the class
-                try:
-                    yield f"{path}.{descriptor.__name__}", descriptor.__get__(value, kind)
-                except (AttributeError, TypeError):
-                    continue
+def _attributes(kind: type[Any]) -> Callable[[str, Any], Iterable[tuple[str, Any]]]:
+    """Function that reads dictionaries and slots of a class's instances, which runs no code of the class."""
+    kinds = types.GetSetDescriptorType, types.MemberDescriptorType
+    dictionaries = (vars(base).get("__dict__") for base in kind.__mro__)  # a class may hide the instance's
+    dictionary: Any = next((found for found in dictionaries if isinstance(found, kinds)), None)
+    slots = [
+        descriptor
+        for base in kind.__mro__
+        for descriptor in vars(base).values()
+        if isinstance(descriptor, types.MemberDescriptorType) and descriptor.__name__ != "__dict__"
+    ]
+
+    def inside(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+        own = _read(dictionary, value)
+        for name, item in dict.items(own) if isinstance(own, dict) else ():
+            yield f"{path}.{name}" if isinstance(name, str) else path, item
+        for slot in slots:
+            yield f"{path}.{slot.__name__}", _read(slot, value)
+
+    return inside
 
 
-def _dictionary(value: Any, kind: type[Any]) -> dict[Any, Any] | None:
-    """The instance's dictionary, even if the class hides it."""
-    for base in kind.__mro__:
-        descriptor = vars(base).get("__dict__")
-        if isinstance(descriptor, (types.GetSetDescriptorType, types.MemberDescriptorType)):
-            try:
-                own = descriptor.__get__(value, kind)
-            except (AttributeError, TypeError):
-                return None
-            return own if isinstance(own, dict) else None
-    return None
+def _read(descriptor: Any, value: Any) -> Any:
+    """What an instance holds there; None for nothing."""
+    try:
+        return descriptor.__get__(value, type(value)) if descriptor is not None else None
+    except (AttributeError, TypeError):
+        return None
 
 
 def _named(key: Any) -> str:

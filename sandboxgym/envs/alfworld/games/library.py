@@ -21,7 +21,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import SupportsIndex, overload
 
@@ -199,6 +199,7 @@ def open_library(
     return GameLibrary(refs if limit is None else refs[:limit], source=source)
 
 
+@lru_cache(maxsize=16)  # thousands of names, which each environment of a process would write again
 def _embedded(games: str) -> tuple[GameRef, ...]:
     _, split, size, *rest = (*games.split(":"), "", "")
     split = split or "train"
