@@ -38,14 +38,20 @@ from bpo_ref.eval import make_env
 from bpo_ref.learning import packing
 from bpo_ref.learning.tiny import TINY_SIZES, tiny_bpe_tokenizer, tiny_model, tiny_tokenizer
 from bpo_ref.sampling.chat_format import ChatFormat
+from bpo_ref.sampling.env_source import ask
 from bpo_ref.sampling.generate import Generator, forward
 from bpo_ref.sampling.policy import ChatPolicy
+from bpo_ref.sampling.selection import draw_tasks
 from bpo_ref.schedules import make_schedule
 from bpo_ref.session import TrainingSession
 from bpo_ref.train import Trainer, assign_credit
 from sandboxgym import SnapshotEnv, Unicode
 from sandboxgym.bench.table import row
 from sandboxgym.bench.table.row import Options, Pair
+from sandboxgym.envs.alfworld.env import ALFWorldEnv
+from sandboxgym.envs.alfworld.game import Game
+from sandboxgym.envs.alfworld.games.library import content_of
+from sandboxgym.envs.alfworld.grounding_cache import GroundingCache
 from sandboxgym.system import interpreter
 from sandboxgym.tree import Action, Clock, Context, Envs, rollout
 
@@ -571,6 +577,8 @@ def _updates(options: Options, ours: dict[str, Any], instead: dict[str, Any], *,
         gc.freeze()  # as a training run does
         try:
             for number in itertools.count():
+                for trainer in trainers:
+                    _get_to_know(trainer)
                 found = [_update(trainer, per_token) for trainer in trainers]
                 if number >= WARM:
                     yield found[0], found[1]
@@ -578,6 +586,20 @@ def _updates(options: Options, ours: dict[str, Any], instead: dict[str, Any], *,
             for trainer in trainers:
                 trainer.session.close()
             gc.unfreeze()
+
+
+def _get_to_know(trainer: Trainer) -> None:
+    """Compile the games of the next update twice, after which their operators are on disk.
+
+    A run compiles a game the long way at its first two visits, and at all others reads it; where an update plays other
+    games than that of the other side, or more, those two would be most of the difference.
+    """
+    args, session = trainer.args, trainer.session
+    drawn = ask(session.envs, lambda env: draw_tasks(env, args.prompts, (args.seed, 2, session.step)))
+    library = ask(session.envs, lambda env: cast(ALFWorldEnv, env.unwrapped).library)
+    for task in drawn:
+        for _ in range(2):
+            Game.from_json(content_of(library[task]), cache=GroundingCache())
 
 
 def _update(trainer: Trainer, per_token: bool) -> float:
@@ -614,19 +636,19 @@ ROWS = (
     ),
     row.TableRow(
         "trainer.bpo",
-        "trainer, `bpo`, processor time of a generated token",
+        "trainer, `bpo`, processor time of a generated token, games that this machine knows",
         "`grpo`, which generates three times as many in an update",
         partial(_updates, ours=BPO, instead={"algo": "grpo"}, per_token=True),
     ),
     row.TableRow(
         "trainer.bpo_alike",
-        "trainer, `bpo`, processor time of a generated token",
+        "trainer, `bpo`, processor time of a generated token, games that this machine knows",
         "`grpo` with as many tokens in an update",
         partial(_updates, ours=BPO, instead={"algo": "grpo", "prompts": 5}, per_token=True),
     ),
     row.TableRow(
         "trainer.lookahead",
-        "trainer, an update of `bpo` with look-ahead",
+        "trainer, an update of `bpo` with look-ahead, games that this machine knows",
         "without",
         partial(_updates, ours={**BPO, "lookahead": True}, instead=BPO, per_token=False),
     ),
