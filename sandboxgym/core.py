@@ -38,7 +38,6 @@ from typing import (
     ClassVar,
     Protocol,
     Self,
-    SupportsIndex,
     TypeVar,
     runtime_checkable,
 )
@@ -317,7 +316,7 @@ class SnapshotEnv(gym.Env[ObsT, ActT]):
             TypeError, ValueError: ``k`` is no integer, or below 1.
             ResetNeeded: before the first ``reset``.
         """
-        if isinstance(k, bool) or not isinstance(k, SupportsIndex):
+        if isinstance(k, bool) or not hasattr(k, "__index__"):
             raise TypeError(f"expected a number of forks, found k={brief(k, 80)}")
         if operator.index(k) < 1:
             raise ValueError(f"expected at least 1 fork, found k={brief(k, 80)}")

@@ -39,7 +39,7 @@ def simulated(runs, size=60):
     return found
 
 
-@pytest.mark.parametrize("runs", [60, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runs", [60, pytest.param(800, marks=pytest.mark.slow)])
 def test_samples_of_one_distribution_are_rejected_no_more_often_than_the_level(runs):
     for name, p_values in simulated(runs).items():
         for level in (0.01, 0.05, 0.2):

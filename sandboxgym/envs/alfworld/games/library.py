@@ -15,6 +15,7 @@ What this module promises:
 from __future__ import annotations
 
 import difflib
+import operator
 import os
 import re
 import threading
@@ -25,6 +26,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path, PurePosixPath
 from typing import SupportsIndex, overload
 
+from sandboxgym.brief import brief
 from sandboxgym.data import find
 from sandboxgym.envs.alfworld.card import GAMES
 from sandboxgym.envs.alfworld.game import Game, GameError
@@ -94,15 +96,18 @@ class GameLibrary(Sequence[GameRef]):
         Raises:
             GameNotFound: no game, or more than one, matches; the message has the nearest ids.
         """
-        if isinstance(task, SupportsIndex):
-            if 0 <= (number := task.__index__()) < len(self):
+        if not isinstance(task, (str, os.PathLike)):
+            if not hasattr(task, "__index__"):  # isinstance() takes longer than a reset
+                raise TypeError(f"expected the number, id or path of a game, found {brief(task, 80)}")
+            if 0 <= (number := operator.index(task)) < len(self):
                 return number
             raise GameNotFound(f"{self._source} has games 0 to {len(self) - 1}, not {task}")
         name = Path(task).as_posix() if isinstance(task, os.PathLike) else task
         if name in self._by_id:
             return self._by_id[name]
         matches = (
-            self._by_file.get(os.path.abspath(name))
+            self._by_file.get(name)
+            or self._by_file.get(os.path.abspath(name))
             or self._ending(self._by_id_tail, name, lambda ref: ref.task_id)
             or self._ending(self._by_file_tail, name, lambda ref: ref.gamefile)
         )
