@@ -116,14 +116,26 @@ def test_impacts_are_rounded_up_and_by_little(eager: None) -> None:
     index = build(random_documents(random.Random(1), 300))
     tiers = list(index.tiers(WORDS[:40] * 3))
     steps = index_module._STEPS / sum(tier.drop for tier in tiers)
-    total, exact = np.zeros(len(index), np.uint16), np.zeros(len(index))
-    everywhere = np.arange(len(index), dtype=np.int32)
-    for number, tier in enumerate(tiers, 1):
-        index._add(tier, total, steps)
-        exact += index._lookup(tier, everywhere)
+    sums, exact = index._take_total(), np.zeros(len(index))
+    total, everywhere = sums[: len(index)], np.arange(len(index), dtype=np.int32)
+    assert any(tier.cost < tier.below for tier in tiers) and any(tier.cost >= tier.below for tier in tiers)
+    number = 0
+    while tiers[number:]:
+        some = tiers[number : number + random.Random(number).randint(1, 4)]
+        index._add(some, sums, steps)
+        number += len(some)
+        for impacts in index._looked_up(some, everywhere):
+            exact += impacts
         assert (total >= exact * steps).all() and (total <= exact * steps + number * index_module._ROUNDED).all()
         assert (total[exact == 0] == 0).all()
-    assert any(tier.docs is None for tier in tiers) and total.max() > 10_000
+    assert any(tier.docs is None for tier in tiers) and total.max() > 10_000 and not sums[len(index) :].any()
+
+
+@pytest.mark.parametrize("share", [0.0, 0.0005, 0.02, 0.5, 1.0])
+def test_places_of_high_sums_are_all_found(share: float) -> None:
+    sums = np.random.default_rng(0).choice([3, 900], 8 * 5000, p=[1 - share, share]).astype(np.uint16)
+    for least in (1, 900, 901):
+        assert index_module._reaching(sums, least).tolist() == np.flatnonzero(sums >= least).tolist()
 
 
 def test_a_query_of_more_words_than_can_be_rounded_is_scored_in_full(
