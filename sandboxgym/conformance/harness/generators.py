@@ -160,12 +160,11 @@ class _Kinds(dict[type[Any], _Kind]):
 
 
 def _perhaps_stream(kind: type[Any]) -> bool:
-    streams: tuple[type[Any], ...] = (np.random.Generator, np.random.BitGenerator, _LEGACY, random.Random)
-    if (torch := sys.modules.get("torch")) is not None:
-        streams += (torch.Generator,)
     # An array of jax is one by its metaclass, and a proxy by what it says of its class.
-    return issubclass(kind, streams) or any(
-        "__class__" in vars(base) or base.__module__.startswith("jax") for base in kind.__mro__ if base is not object
+    return issubclass(kind, (np.random.Generator, np.random.BitGenerator, _LEGACY, random.Random)) or any(
+        "__class__" in vars(base) or str(base.__module__).startswith(("jax", "torch"))
+        for base in kind.__mro__
+        if base is not object
     )
 
 

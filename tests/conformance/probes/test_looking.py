@@ -84,6 +84,25 @@ def test_generators_are_found_wherever_they_are_kept():
         assert any(path.endswith(end) for path in found), (end, list(found))
 
 
+def test_a_class_that_lies_of_its_module_and_a_proxy_are_walked_through():
+    class Nowhere:
+        __module__ = property(lambda self: 1 / 0)  # type: ignore[assignment]
+
+    class Proxy:
+        """Says to be a generator, and is read as one."""
+
+        def __init__(self, held: Any) -> None:
+            self.held = held
+
+        __class__ = property(lambda self: type(self.held))  # type: ignore[assignment]
+        bit_generator = property(lambda self: self.held.bit_generator)
+
+    one, other = Nowhere(), Proxy(np.random.default_rng(2))
+    one.draws = np.random.default_rng(1)  # type: ignore[attr-defined]
+    found = generators.find(SimpleNamespace(one=one, other=other))
+    assert list(found) == ["SimpleNamespace.other", "SimpleNamespace.one.draws"]
+
+
 def test_global_generators_spaces_modules_and_classes_are_left_out():
     class Held:
         stream = np.random.default_rng(0)
