@@ -142,7 +142,7 @@ def find(env: Any, only: Collection[str] | None = None, *, most: int = NEAR) -> 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How a walk treats the instances of a class: asked once for each class, for there are many instances."""
+    """Treatment of the instances of a class by a walk: found out once for each class, for there are many instances."""
 
     atom: bool
     """They lead to nothing."""
@@ -317,7 +317,7 @@ def _attributes(kind: type[Any]) -> Callable[[str, Any], Iterable[tuple[str, Any
 
 
 def _read(descriptor: Any, value: Any) -> Any:
-    """What an instance holds there; None for nothing."""
+    """Value that an instance holds there; None if there is none."""
     try:
         return descriptor.__get__(value, type(value)) if descriptor is not None else None
     except (AttributeError, TypeError):
